@@ -1,0 +1,37 @@
+"""What every test starts from: no network, one thread, one cache folder, a fixed seed, a clean compiler."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before torch is imported anywhere: these are read once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor-cache"))
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["HF_HUB_OFFLINE"] = "1"
+# A developer's own accelerate settings must not decide what a test compiles.
+for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+    del os.environ[name]
+
+import pytest  # noqa: E402 - the environment comes first
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def clean_start() -> Iterator[None]:
+    """The same random numbers for every test, and nothing left of what another test compiled."""
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder of the repository."""
+    return ROOT
