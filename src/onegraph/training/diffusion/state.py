@@ -1,0 +1,344 @@
+"""Save everything a run is made of, and go on from it as if it had never stopped.
+
+A state is a folder: ``state.json`` (position, settings, fingerprints), ``adapters.safetensors`` (full precision), ``optimizer.pt``
+(optimizer, schedule, gradient scaler) and ``random.pt`` (every random generator). It is written under another name and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from onegraph.errors import CheckpointError, ConfigurationError, OutputError
+from onegraph.training.diffusion.configuration import TrainingConfiguration
+from onegraph.training.settings import branches
+
+FORMAT_VERSION = 1
+
+FREE_BRANCHES = frozenset({"saving", "sampling", "logging", "compile"})
+"""Branches of the settings that change no weight (compiling: only their rounding)."""
+
+FREE_SETTINGS = frozenset(
+    {"run.resume", "run.seed", "model.path", "model.tokenizer", "model.config", "data.train_data_dir", "data.reg_data_dir"}
+)
+"""Settings that may change because a fingerprint says whether what they name is still the same."""
+
+LENGTH_SETTINGS = frozenset({"run.max_train_steps", "run.max_train_epochs"})
+
+
+class Stateful(Protocol):
+    """What a state keeps beside the adapters: optimizer, schedule, gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Takes what ``state_dict`` gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands, between two optimiser steps.
+
+    Args:
+        step: Optimiser steps done.
+        epoch: Epoch of the next batch, from 0.
+        batch: The next batch in that epoch, from 0.
+        micro_step: Batches done in all.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    micro_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What ``state.json`` holds, read and checked."""
+
+    folder: Path
+    position: Position
+    configuration: TrainingConfiguration
+    seed: int
+    fingerprints: Mapping[str, str]
+    losses: Sequence[float]
+
+
+def save_state(
+    folder: Path,
+    *,
+    position: Position,
+    configuration: TrainingConfiguration,
+    seed: int,
+    fingerprints: Mapping[str, str],
+    parameters: Mapping[str, Tensor],
+    training: Mapping[str, Stateful],
+    losses: Sequence[float] = (),
+) -> Path:
+    """Writes a state; a process killed on the way leaves an older state of that name whole.
+
+    Args:
+        folder: Its final place.
+        fingerprints: What is (name) -> which one (digest): base model, data set. Compared on resume.
+        parameters: Adapter parameters by name, saved in their own precision.
+        training: Optimizer, schedule and scaler by name.
+        losses: The recent losses, so that the shown average goes on.
+
+    Raises:
+        OutputError: ``state-not-written``; nothing is left under the final name but what was there before.
+    """
+    record = {
+        "format": FORMAT_VERSION,
+        "position": dataclasses.asdict(position),
+        "configuration": json.loads(configuration.to_json()),
+        "seed": seed,
+        "fingerprints": dict(fingerprints),
+        "parameters": list(parameters),
+        "losses": list(losses),
+        "torch": torch.__version__,
+    }
+
+    def write(place: Path) -> None:
+        save_file({name: value.detach().cpu().contiguous() for name, value in parameters.items()}, place / "adapters.safetensors")
+        torch.save({name: part.state_dict() for name, part in training.items()}, place / "optimizer.pt")
+        torch.save(random_states(), place / "random.pt")
+        (place / "state.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+    return write_folder(folder, write)
+
+
+def read_state(folder: Path) -> SavedState:
+    """Reads ``state.json`` of a state folder; the tensors are read by ``restore``.
+
+    Raises:
+        CheckpointError: ``state-not-found``, ``state-incomplete``, ``state-format``.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no state folder {folder}.", hint=_states_beside(folder), code="state-not-found")
+    missing = [name for name in ("state.json", "adapters.safetensors", "optimizer.pt", "random.pt") if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} is not a whole state: {', '.join(missing)} missing.",
+            why="States of other programs can't be resumed here: they hold optimizers and positions in another form.",
+            hint=_states_beside(folder),
+            code="state-incomplete",
+        )
+    try:
+        record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if record["format"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder} has format {record['format']}; this version reads format {FORMAT_VERSION}.",
+                hint="resume with the version that wrote it",
+                code="state-format",
+            )
+        return SavedState(
+            folder=folder,
+            position=Position(**record["position"]),
+            configuration=TrainingConfiguration.from_json(json.dumps(record["configuration"])),
+            seed=int(record["seed"]),
+            fingerprints=record["fingerprints"],
+            losses=record["losses"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / 'state.json'} can't be read: {error!r}.", hint=_states_beside(folder), code="state-format"
+        ) from error
+
+
+def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> list[str]:
+    """Compares the settings of a state with today's; returns one line for each harmless difference.
+
+    The run's length may change only with a constant schedule: any other one has its shape from the length.
+
+    Raises:
+        ConfigurationError: ``resume-differs``, with every setting that would make the rest of the run another run.
+    """
+    harmless: list[str] = []
+    fatal: list[str] = []
+    schedule_has_length = configuration.schedule.type is not None or not configuration.schedule.name.startswith("constant")
+    before = dict(branches(saved.configuration))
+    for path, new in branches(configuration):
+        old = before[path]
+        if old == new or path in FREE_SETTINGS:
+            continue
+        line = f"{path}: {old!r} in the state, {new!r} now"
+        if path in LENGTH_SETTINGS and schedule_has_length:
+            fatal.append(f"{line} (the {configuration.schedule.name} schedule depends on the length of the run)")
+        elif path in LENGTH_SETTINGS or path.partition(".")[0] in FREE_BRANCHES:
+            harmless.append(line)
+        else:
+            fatal.append(line)
+    if configuration.run.seed is not None and configuration.run.seed != saved.seed:
+        fatal.append(f"run.seed: {saved.seed} in the state, {configuration.run.seed} now")
+    if fatal:
+        raise ConfigurationError(
+            f"{saved.folder} belongs to a run with other settings:\n  " + "\n  ".join(fatal),
+            why="A resumed run must end exactly as the run would have ended that was never stopped.",
+            hint="give the settings of the state, or start a new run from its weights with --network_weights",
+            code="resume-differs",
+        )
+    return harmless
+
+
+def check_fingerprints(saved: SavedState, fingerprints: Mapping[str, str]) -> None:
+    """Raises ConfigurationError (``resume-differs``) when the base model or the data set is another one than the state's."""
+    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
+    if changed:
+        raise ConfigurationError(
+            f"{saved.folder} belongs to a run with another {' and another '.join(changed)}.",
+            why="A resumed run must end exactly as the run would have ended that was never stopped.",
+            hint="put back what was changed, or start a new run from its weights with --network_weights",
+            code="resume-differs",
+        )
+
+
+def restore(saved: SavedState, *, parameters: Mapping[str, Tensor], training: Mapping[str, Stateful]) -> None:
+    """Puts the adapters, optimizer, schedule, scaler and random generators back, in place.
+
+    Raises:
+        CheckpointError: ``state-differs``: other adapters, shapes or parts than the run's; ``state-incomplete``: a file that can't be read.
+    """
+    try:
+        tensors = load_file(saved.folder / "adapters.safetensors")
+        states = torch.load(saved.folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        generators = torch.load(saved.folder / "random.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"The state {saved.folder} can't be read: {error}", hint=_states_beside(saved.folder), code="state-incomplete"
+        ) from error
+    wrong = sorted(set(tensors) ^ set(parameters))
+    wrong += [name for name in sorted(set(tensors) & set(parameters)) if tensors[name].shape != parameters[name].shape]
+    wrong += sorted(set(states) ^ set(training))
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"The state {saved.folder} does not fit this run: {', '.join(wrong[:5])}{more}.",
+            why="They are in one of the two only, or have other shapes.",
+            hint="give the network settings of the run that wrote it",
+            code="state-differs",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    for name, part in training.items():
+        part.load_state_dict(states[name])
+    restore_random_states(generators)
+
+
+def random_states() -> dict[str, Any]:
+    """The state of every global random generator: torch (each device), Python, NumPy."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = numpy.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+            "place": int(place),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Puts back what ``random_states`` read."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
+        torch.cuda.set_rng_state_all(states["cuda"])
+    python, generator = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    keys = generator["keys"].numpy().astype(numpy.uint32)
+    numpy.random.set_state((generator["kind"], keys, generator["place"], generator["has_gauss"], generator["cached"]))
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Lets ``write`` fill a temporary folder beside ``folder``, then renames it into place.
+
+    Raises:
+        OutputError: ``state-not-written``, for a full disk or a folder that can't be written.
+    """
+    partial: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+        write(partial)
+        for file in partial.iterdir():
+            _flush_to_disk(file)
+        _flush_to_disk(partial)
+        if folder.exists():
+            # two renames: a kill between them leaves the older state whole, under the name with .old
+            old = folder.with_name(f".{folder.name}.old")
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
+        _flush_to_disk(folder.parent)
+    except BaseException as error:
+        if partial is not None and partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) or _is_full_disk(error):
+            raise OutputError(
+                f"The state {folder} could not be written: {error}",
+                why="Nothing was left half-written; an older state of that name is still there.",
+                hint="free space or choose another --output_dir",
+                code="state-not-written",
+            ) from error
+        raise
+    return folder
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """PyTorch and safetensors report a failed write as an error of their own, not as an OSError."""
+    message = str(error)
+    return not isinstance(error, (KeyboardInterrupt, SystemExit)) and any(
+        sign in message for sign in ("No space left", "unexpected pos", "PytorchStreamWriter failed", "file write failed", "os error")
+    )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What killed processes left of this state: halves, and an older one that a newer has replaced."""
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists():
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(folder)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _states_beside(folder: Path) -> str:
+    """The state folders that are there instead, for a hint."""
+    parent = folder.parent if folder.parent.is_dir() else None
+    found = sorted(path for path in parent.glob("*-state") if (path / "state.json").is_file()) if parent is not None else []
+    found += [path for path in ([folder.with_name(f".{folder.name}.old")]) if (path / "state.json").is_file()]
+    if found:
+        return "states there: " + ", ".join(str(path) for path in found[:5])
+    return "states are written by --save_state, as folders whose names end in -state"
