@@ -109,7 +109,7 @@ class OptimizerSettings:
 
     name: str = setting("AdamW", "optimizer name, or a dotted path to a class")
     arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
-    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent", low=0.0)
+    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0)
     unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0)
     text_encoder_lr: float | None = setting(None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0)
     loraplus_lr_ratio: float | None = setting(None, "learning rate of the up matrices over that of the down matrices (LoRA+)", above=0.0)
@@ -122,7 +122,19 @@ class OptimizerSettings:
     @property
     def rate(self) -> float:
         """The learning rate, its default filled in."""
-        return 1e-4 if self.learning_rate is None else self.learning_rate
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1.0 if self.name.lower().startswith(("prodigy", "dadapt")) else 1e-4
+
+    @property
+    def block_lr_weights(self) -> tuple[float, ...] | None:
+        """Learning-rate factor of each of the 25 UNet blocks, 12 down, 1 middle, 12 up; None when none was given."""
+        if self.down_lr_weight is None and self.mid_lr_weight is None and self.up_lr_weight is None:
+            return None
+        ones = (1.0,) * 12
+        middle = 1.0 if self.mid_lr_weight is None else self.mid_lr_weight
+        weights = (*(self.down_lr_weight or ones), middle, *(self.up_lr_weight or ones))
+        return tuple(0.0 if weight <= self.block_lr_zero_threshold else weight for weight in weights)
 
     @property
     def unet_rate(self) -> float:
@@ -156,14 +168,14 @@ class LossSettings:
 
     v_parameterization: bool | None = setting(None, "the model predicts v; as the model's files say when absent")
     prior_loss_weight: float = setting(1.0, "weight of regularisation images", low=0.0)
-    loss_type: str = setting("l2", "loss per element", choices=("l2", "huber", "smooth_l1"))
+    loss_type: str = setting("l2", "loss per element", choices=("l1", "l2", "huber", "smooth_l1"))
     huber_schedule: str = setting("snr", "how huber_c follows the timestep", choices=("constant", "exponential", "snr"))
     huber_c: float = setting(0.1, "where huber and smooth_l1 turn from squared to absolute", above=0.0)
     huber_scale: float = setting(1.0, "factor of huber_c", above=0.0)
     min_snr_gamma: float | None = setting(None, "weight min(snr, gamma)/snr, or over snr + 1 for v; 5 is usual", above=0.0)
     debiased_estimation_loss: bool = setting(False, "weight 1/sqrt(snr), or 1/(snr + 1) for v")
     scale_v_pred_loss_like_noise_pred: bool = setting(False, "weight snr/(snr + 1): v predictions weigh like noise predictions")
-    v_pred_like_loss: float | None = setting(None, "weight 1 + this/snr on noise predictions", above=0.0)
+    v_pred_like_loss: float | None = setting(None, "weight 1 + this * (snr + 1)/snr on noise predictions", above=0.0)
     noise_offset: float | None = setting(
         None, "standard deviation of noise that is the same all over a channel; .05 to .1 is usual", above=0.0
     )
@@ -302,6 +314,7 @@ class TrainingConfiguration:
     sampling: SamplingSettings = SamplingSettings()
     logging: LoggingSettings = LoggingSettings()
     run: RunSettings = RunSettings()
+    notes: tuple[str, ...] = setting((), "lines to show once at the start: what a flag means here")
 
     def problems(self, device: str | None = None, *, label: Callable[[str], str] = str) -> list[OnegraphError]:
         """All that is wrong with the settings, at once; empty when nothing is.

@@ -136,9 +136,6 @@ def _loss(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphErr
     if loss.adaptive_noise_scale is not None and loss.noise_offset is None:
         what = f"{label('loss.adaptive_noise_scale')} without {label('loss.noise_offset')}"
         yield _problem(what, "It changes the noise offset, which is off.", f"add {label('loss.noise_offset')}=0.05")
-    if loss.noise_offset is not None and loss.multires_noise_iterations is not None:
-        what = f"{label('loss.noise_offset')} with {label('loss.multires_noise_iterations')}"
-        yield _problem(what, "Both add low-frequency noise: one would be added on top of the other.", "leave out one of them")
     for name, needs in (("noise_offset_random_strength", "noise_offset"), ("ip_noise_gamma_random_strength", "ip_noise_gamma")):
         if getattr(loss, name) and getattr(loss, needs) is None:
             what = f"{label('loss.' + name)} without {label('loss.' + needs)}"
