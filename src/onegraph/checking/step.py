@@ -1,0 +1,147 @@
+"""One training step, three times: eager in high precision, eager as trained, and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from onegraph.adapters import Adapters
+from onegraph.checking.comparison import Comparison, Tolerance, compare
+from onegraph.checking.precision import raised
+from onegraph.compiling import eager
+from onegraph.errors import NumericsError
+
+# Large enough that every gradient is well above round-off, small enough that no activation overflows in half precision.
+_PROBE_STANDARD_DEVIATION = 0.02
+
+
+def compare_step(
+    step: Callable[[torch.dtype | None], torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    models: Sequence[nn.Module],
+    adapters: Sequence[Adapters] = (),
+    precision: torch.dtype = torch.float32,
+    reference: torch.dtype | None = None,
+    tolerance: Tolerance | None = None,
+) -> Comparison:
+    """Compares loss and every gradient of a compiled step with eager.
+
+    A new adapter is the identity, and half of its gradients are zero whatever the compiler does. So for the comparison the tensors that
+    are all zero get small random values, and every dropout probability is set to 0; both are put back, bit for bit, and so are the
+    gradients and the random state.
+
+    Args:
+        step: Computes the loss from the same batch and the same noise at each call; its argument is None for "as in training", or a dtype
+            to compute everything in, without autocast.
+        parameters: Name -> trained parameter.
+        models: The modules that take part; their weights are raised to ``reference`` for the reference run.
+        adapters: The adapters whose dropouts are switched off meanwhile.
+        precision: The dtype the step computes in when trained.
+        reference: The dtype of the reference; fp32 by default. When it equals ``precision`` eager itself is the reference.
+        tolerance: Defaults to the one of ``precision``.
+
+    Raises:
+        NumericsError: ``not-finite``: eager itself gives NaN or infinity.
+    """
+    reference = reference or torch.float32
+    with _same_random_state() as rewind, _without_dropout(adapters), _probe_values(parameters):
+
+        def run(dtype: torch.dtype | None) -> tuple[float, dict[str, torch.Tensor | None]]:
+            rewind()
+            _forget(parameters)
+            loss = step(dtype)
+            torch.autograd.backward(loss, inputs=[parameter for parameter in parameters.values() if parameter.requires_grad])
+            found = {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in parameters.items()}
+            return float(loss.detach()), found
+
+        with _gradients_kept(parameters):
+            with eager():
+                eager_loss, eager_gradients = run(None)
+                if reference == precision:
+                    expected_loss, expected = eager_loss, eager_gradients
+                else:
+                    with raised(models, reference):
+                        expected_loss, expected = run(reference)
+            _require_finite(expected_loss, expected)
+            compiled_loss, compiled = run(None)
+    return compare(
+        precision=precision,
+        reference=reference,
+        losses=(expected_loss, compiled_loss, eager_loss),
+        gradients={name: (expected[name], compiled[name], eager_gradients[name]) for name in parameters},
+        tolerance=tolerance,
+    )
+
+
+def _forget(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def _require_finite(loss: float, gradients: Mapping[str, torch.Tensor | None]) -> None:
+    broken = [name for name, gradient in gradients.items() if gradient is not None and not torch.isfinite(gradient).all()]
+    if torch.isfinite(torch.tensor(loss)) and not broken:
+        return
+    raise NumericsError(
+        f"The eager step itself isn't finite: loss {loss}" + (f", and {len(broken)} gradients, first {broken[0]}" if broken else "") + ".",
+        why="There is nothing right to compare the compiled step with.",
+        hint="look for NaN in the latents and the base model's weights; try --mixed_precision=no",
+    )
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[Callable[[], None]]:
+    """Yields a function that rewinds torch's generators; they end as they began."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def rewind() -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+@contextlib.contextmanager
+def _without_dropout(adapters: Sequence[Adapters]) -> Iterator[None]:
+    """Dropout probabilities are tensors that the graph reads, so setting them to 0 compiles nothing."""
+    with contextlib.ExitStack() as stack:
+        for group in adapters:
+            stack.enter_context(group.without_dropout())
+        yield
+
+
+@contextlib.contextmanager
+def _probe_values(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(0)
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    try:
+        with torch.no_grad():
+            for parameter in parameters.values():
+                if not bool(parameter.any()):
+                    kept.append((parameter, parameter.detach().clone()))
+                    values = torch.randn(parameter.shape, generator=generator) * _PROBE_STANDARD_DEVIATION
+                    parameter.copy_(values)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in kept:
+                parameter.copy_(before)
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]

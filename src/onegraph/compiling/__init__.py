@@ -1,0 +1,30 @@
+"""The only caller of torch.compile: settings, backends, tool chain, regions, and a watch on what was compiled."""
+
+from onegraph.compiling.backends import BACKENDS, resolve_backend
+from onegraph.compiling.compile import Compiled, compile, compiled_of, eager
+from onegraph.compiling.protections import PROTECTIONS, Protection, protections_for
+from onegraph.compiling.regions import Region, regions_of
+from onegraph.compiling.settings import CompileSettings, LaunchRecord, read_launch, resolve_settings
+from onegraph.compiling.toolchain import check_toolchain
+from onegraph.compiling.watch import Recompile, Watch
+
+__all__ = [
+    "BACKENDS",
+    "PROTECTIONS",
+    "CompileSettings",
+    "Compiled",
+    "LaunchRecord",
+    "Protection",
+    "Recompile",
+    "Region",
+    "Watch",
+    "check_toolchain",
+    "compile",
+    "compiled_of",
+    "eager",
+    "protections_for",
+    "read_launch",
+    "regions_of",
+    "resolve_backend",
+    "resolve_settings",
+]
