@@ -118,6 +118,7 @@ class OptimizerSettings:
     down_lr_weight: tuple[float, ...] | None = setting(None, "learning-rate factor of each of the 12 input blocks; 0: not trained", low=0.0)
     mid_lr_weight: float | None = setting(None, "learning-rate factor of the middle block; 0: not trained", low=0.0)
     up_lr_weight: tuple[float, ...] | None = setting(None, "learning-rate factor of each of the 12 output blocks; 0: not trained", low=0.0)
+    block_lr_zero_threshold: float = setting(0.0, "blocks whose learning-rate factor is not above this get no adapter", low=0.0)
 
     @property
     def rate(self) -> float:

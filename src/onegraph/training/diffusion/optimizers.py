@@ -265,7 +265,7 @@ def make_optimizer(settings: OptimizerSettings, groups: Sequence[dict[str, Any]]
         raise ConfigurationError(
             f"{label('optimizer.name')} is {settings.name}, and the adapters are on {parameters[0].device}",
             why="Paged optimizers keep their state in CUDA's unified memory.",
-            hint=f"use {settings.name.replace('Paged', '')} here",
+            hint=f"use {entry.path.rpartition('.')[2].replace('Paged', '').replace('32bit', '')} here",
             code="optimizer-needs-cuda",
         )
     made = [dict(group) for group in groups]
