@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,8 +136,8 @@ class NoiseSchedule:
 
     def to(self, device: torch.device | str) -> NoiseSchedule:
         """The same schedule with its tables on a device."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return NoiseSchedule(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()})
+        signal, sigma, snr = (table.to(device) for table in (self.signal, self.sigma, self.snr))
+        return NoiseSchedule(signal=signal, sigma=sigma, snr=snr, prediction_type=self.prediction_type)
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t = signal_t x_0 + sigma_t noise.
@@ -296,7 +296,8 @@ def sample_losses(prediction: Tensor, target: Tensor, timesteps: Tensor, schedul
 
     Shapes: prediction, target (B, C, H, W) of any float dtype; timesteps (B,) int64; result (B,) fp32.
 
-    Source: pseudo-Huber loss with a schedule: Khrapov et al. 2024, arXiv 2403.16728. sd-scripts leaves huber_scale out of the snr schedule; here it acts on all.
+    Source: pseudo-Huber loss with a schedule: Khrapov et al. 2024, arXiv 2403.16728.
+        sd-scripts leaves huber_scale out of the snr schedule; here it acts on all three.
     """
     difference = prediction.float() - target.float()
     if settings.loss_type == "l2":
