@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from onegraph.training.diffusion.buckets import BucketReport
 from onegraph.training.diffusion.configuration import (
     DataSettings,
     LossSettings,
@@ -114,10 +115,11 @@ def test_families(version: str, prediction: str, architecture: str, v2: str) -> 
 
 def test_buckets_and_timesteps() -> None:
     configuration = replace(CONFIGURATION, loss=LossSettings(max_timestep=500))
-    run = replace(FACTS, configuration=configuration, buckets={(512, 448): 6, (448, 512): 24})
-    metadata = training_metadata(run, steps=1, epoch=1, now=0.0)
+    info = BucketReport({(448, 512): 24, (512, 448): 6}, 0.25).metadata()
+    metadata = training_metadata(replace(FACTS, configuration=configuration, bucket_info=info), steps=1, epoch=1, now=0.0)
     assert json.loads(metadata["ss_bucket_info"]) == {
-        "buckets": {"0": {"resolution": [448, 512], "count": 24}, "1": {"resolution": [512, 448], "count": 6}}
+        "buckets": {"0": {"resolution": [448, 512], "count": 24}, "1": {"resolution": [512, 448], "count": 6}},
+        "mean_img_ar_error": 0.25,
     }
     assert metadata["modelspec.timestep_range"] == "0,500"
 

@@ -107,7 +107,7 @@ class RunFacts:
         prediction_type: ``epsilon`` or ``v_prediction``.
         optimizer: Class and arguments, as one text.
         schedule: Name of the learning-rate schedule, or the dotted path of its class.
-        buckets: Bucket width and height -> images in it (with repeats); None without buckets.
+        bucket_info: Sizes and the images in each, as ``ss_bucket_info`` has it; None without buckets.
     """
 
     configuration: TrainingConfiguration
@@ -126,7 +126,7 @@ class RunFacts:
     num_epochs: int
     num_batches_per_epoch: int
     folders: Sequence[FolderFacts]
-    buckets: Mapping[tuple[int, int], int] | None = None
+    bucket_info: Mapping[str, object] | None = None
 
 
 def training_metadata(run: RunFacts, *, steps: int, epoch: int, now: float) -> dict[str, str]:
@@ -163,7 +163,7 @@ def training_metadata(run: RunFacts, *, steps: int, epoch: int, now: float) -> d
         "ss_dataset_dirs": _json(_folder_table(train)),
         "ss_reg_dataset_dirs": _json(_folder_table(regularisation)),
         "ss_tag_frequency": _json({folder.name: tag_frequency(folder.captions) for folder in train}),
-        "ss_bucket_info": _json(_bucket_table(run.buckets)),
+        "ss_bucket_info": _json(run.bucket_info),
         "ss_steps": steps,
         "ss_epoch": epoch,
     }
@@ -229,10 +229,3 @@ def _num_images(folders: Sequence[FolderFacts]) -> int:
 
 def _folder_table(folders: Sequence[FolderFacts]) -> dict[str, dict[str, int]]:
     return {folder.name: {"n_repeats": folder.num_repeats, "img_count": folder.num_images} for folder in folders}
-
-
-def _bucket_table(buckets: Mapping[tuple[int, int], int] | None) -> dict[str, object] | None:
-    if buckets is None:
-        return None
-    rows = {str(index): {"resolution": list(shape), "count": count} for index, (shape, count) in enumerate(sorted(buckets.items()))}
-    return {"buckets": rows}

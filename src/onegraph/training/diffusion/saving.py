@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onegraph.training.diffusion.configuration import SavingSettings
+from onegraph.training.diffusion.optimizers import before_saving, before_training
 
 When = Literal["step", "epoch"]
 
@@ -110,22 +111,18 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 @contextlib.contextmanager
-def evaluation_weights(optimizer: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def evaluation_weights(optimizer: object, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside it the parameters are those to save and to sample with; afterwards they are bit for bit what they were.
 
     Only schedule-free optimizers, which have ``eval()`` and ``train()``, train at other points than they recommend to use.
     """
-    switch: Callable[[], None] | None = getattr(optimizer, "eval", None)
-    if switch is None:
-        yield
-        return
-    before = {name: value.detach().clone() for name, value in parameters.items()}
-    switch()
+    before = {name: value.detach().clone() for name, value in parameters.items()} if hasattr(optimizer, "eval") else {}
+    before_saving(optimizer)
     try:
         yield
     finally:
-        optimizer.train()
+        before_training(optimizer)
         # going there and back again rounds: put the exact values back
         with torch.no_grad():
-            for name, value in parameters.items():
-                value.copy_(before[name])
+            for name, value in before.items():
+                parameters[name].copy_(value)

@@ -23,12 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onegraph.errors import CheckpointError, ConfigurationError, OutputError
-from onegraph.training.diffusion.configuration import TrainingConfiguration
+from onegraph.training.diffusion.configuration import ScheduleSettings, TrainingConfiguration
+from onegraph.training.diffusion.schedules import SCHEDULES
 from onegraph.training.settings import branches
 
 FORMAT_VERSION = 1
 
-FREE_BRANCHES = frozenset({"saving", "sampling", "logging", "compile"})
+FREE_BRANCHES = frozenset({"saving", "sampling", "logging", "compile", "notes"})
 """Branches of the settings that change no weight (compiling: only their rounding)."""
 
 FREE_SETTINGS = frozenset(
@@ -169,7 +170,7 @@ def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> 
     """
     harmless: list[str] = []
     fatal: list[str] = []
-    schedule_has_length = configuration.schedule.type is not None or not configuration.schedule.name.startswith("constant")
+    schedule_has_length = _depends_on_length(configuration.schedule)
     before = dict(branches(saved.configuration))
     for path, new in branches(configuration):
         old = before[path]
@@ -192,6 +193,12 @@ def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> 
             code="resume-differs",
         )
     return harmless
+
+
+def _depends_on_length(settings: ScheduleSettings) -> bool:
+    """Whether the schedule of a longer run has another shape: when it is told the length, or has shares of it."""
+    entry = None if settings.type else SCHEDULES.get(settings.name)
+    return entry is None or entry.total or 0 < settings.warmup < 1 or 0 < settings.decay < 1
 
 
 def check_fingerprints(saved: SavedState, fingerprints: Mapping[str, str]) -> None:
