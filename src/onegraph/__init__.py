@@ -1,0 +1,44 @@
+"""onegraph: parameter-efficient fine-tuning made for torch.compile. Every adapter, one compiled graph."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onegraph import errors as errors
+    from onegraph.adapters import Adapters as Adapters
+    from onegraph.adapters import adapters_of as adapters_of
+    from onegraph.adapters import attach as attach
+    from onegraph.methods import LoRA as LoRA
+
+__version__ = "0.1.0"
+
+# Where each public name lives. It is imported at its first use: "import onegraph" alone doesn't wait for torch.
+_PUBLIC = {
+    "Adapters": "onegraph.adapters",
+    "LoRA": "onegraph.methods",
+    "adapters_of": "onegraph.adapters",
+    "attach": "onegraph.adapters",
+}
+_ROOMS = ("errors",)
+
+__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use."""
+    if name in _ROOMS:
+        return importlib.import_module(f"onegraph.{name}")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'onegraph' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    if _PUBLIC[name] == "onegraph.adapters":
+        importlib.import_module("onegraph.checkpoint")  # registers what Adapters.save and Adapters.load call
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported yet or not."""
+    return sorted({*globals(), *__all__})

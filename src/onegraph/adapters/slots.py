@@ -1,0 +1,223 @@
+"""Storage: for each adapted layer one tensor a parameter, with a leading slot axis. Slot 0 is the identity.
+
+Every slot's ``nn.Parameter`` shares memory with the storage, so training one writes where a batch of mixed adapters reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.layers import Layer
+from onegraph.methods import Method, ParameterSpec
+
+ALIGNMENT = 64
+"""Each slot starts at a multiple of so many elements. Compiled kernels assume that a parameter stays as aligned as the first was."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tensors of one structure on one layer, for a number of slots: what growing replaces as a whole."""
+
+    num_slots: int
+    rank: int | None
+    shapes: dict[str, tuple[int, ...]]
+    memory: dict[str, Tensor]  # parameters: (S, numel rounded up)
+    settings_memory: dict[str, Tensor]  # (S, alignment), the first element of each row is used
+
+    def parameter(self, name: str, slot: int) -> Tensor:
+        """A view of one slot's tensor, contiguous."""
+        shape = self.shapes[name]
+        return self.memory[name][slot, : math.prod(shape)].view(shape)
+
+    def setting(self, name: str, slot: int) -> Tensor:
+        """A 0-d view of one slot's setting."""
+        return self.settings_memory[name][slot, 0]
+
+
+class Slots:
+    """The adapters of one structure on one layer.
+
+    Args:
+        structure: The method without its per-adapter values; equal for all layers, so that they share a graph.
+        layer: What is adapted.
+        rank: Capacity: the rank that every slot is padded to; None for methods without one.
+        num_slots: Number of slots, the identity included.
+        settings: Names of the settings kept.
+        dtype: Of the parameters. Settings are float32, or float64 with float64 parameters.
+        device: Where both live.
+    """
+
+    def __init__(
+        self,
+        structure: Method,
+        layer: Layer,
+        *,
+        rank: int | None,
+        num_slots: int,
+        settings: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.structure = structure
+        self.layer = layer
+        self.dtype = dtype
+        self.device = device
+        self.block = self._allocate(num_slots, rank, settings)
+        self._parameters: dict[int, dict[str, nn.Parameter]] = {}
+        for slot in range(num_slots):
+            self.reset(slot)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the storage, the identity included."""
+        return self.block.num_slots
+
+    @property
+    def rank(self) -> int | None:
+        """Capacity."""
+        return self.block.rank
+
+    def specs(self, rank: int | None) -> dict[str, ParameterSpec]:
+        """The tensors at a rank."""
+        return self.structure.with_rank(rank).parameters(self.layer)
+
+    def parameters(self, slot: int) -> dict[str, nn.Parameter]:
+        """The Parameters of a slot: the same objects at every call, views of the storage."""
+        if slot not in self._parameters:
+            specs = self.specs(self.rank)
+            tied = {
+                name: nn.Parameter(self.block.parameter(name, slot), requires_grad=specs[name].trained) for name in self.block.shapes
+            }
+            if slot == 0:
+                for parameter in tied.values():
+                    # It must require a gradient like every other slot, or a compiled graph would notice the switch; but the
+                    # identity is never trained, so no optimizer may find a gradient here.
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            self._parameters[slot] = tied
+        return self._parameters[slot]
+
+    def settings(self, slot: int) -> dict[str, Tensor]:
+        """The settings of a slot as 0-d views of the storage."""
+        return {name: self.block.setting(name, slot) for name in self.block.settings_memory}
+
+    def stacked(self, name: str) -> Tensor:
+        """The tensors of all slots, (S, *shape): what a batch with an adapter a row gathers from."""
+        if name in self.block.settings_memory:
+            return self.block.settings_memory[name][:, 0]
+        shape = self.block.shapes[name]
+        return self.block.memory[name][:, : math.prod(shape)].unflatten(1, shape) if shape else self.block.memory[name][:, 0]
+
+    @torch.no_grad()
+    def reset(self, slot: int) -> None:
+        """Make a slot the identity. Whoever still holds its Parameters keeps a copy that nothing reads any more."""
+        for parameter in self._parameters.pop(slot, {}).values():
+            parameter.data = parameter.data.clone()
+        identity = self.structure.with_rank(self.rank).identity(self.layer)
+        for name in self.block.shapes:
+            self.block.parameter(name, slot).copy_(identity[name])
+        for name in self.block.settings_memory:
+            self.block.setting(name, slot).zero_()
+
+    @torch.no_grad()
+    def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors of a true rank into a slot; the rest of each is zero."""
+        specs = self.specs(rank)
+        for name, value in tensors.items():
+            _fill(self.block.parameter(name, slot), specs[name], value)
+
+    def read(self, slot: int, rank: int | None) -> dict[str, Tensor]:
+        """The tensors of a slot, cut to a true rank: views where the layout allows."""
+        specs = self.specs(rank)
+        return {name: _cut(self.block.parameter(name, slot), specs[name]) for name in self.block.shapes}
+
+    @torch.no_grad()
+    def grown(self, num_slots: int, rank: int | None, settings: Iterable[str]) -> Block:
+        """A larger block with the same contents. Nothing changes before ``adopt``."""
+        block = self._allocate(num_slots, rank, settings)
+        old = self.specs(self.rank)
+        identity = self.structure.with_rank(rank).identity(self.layer)
+        for name in block.shapes:
+            for slot in range(num_slots):
+                if slot < self.num_slots:
+                    _fill(block.parameter(name, slot), old[name], self.block.parameter(name, slot))
+                else:
+                    block.parameter(name, slot).copy_(identity[name])
+        for name, values in self.block.settings_memory.items():
+            block.settings_memory[name][: self.num_slots].copy_(values)
+        return block
+
+    def adopt(self, block: Block) -> None:
+        """Make a block the storage: the Parameters stay the same objects and are views of it from now on."""
+        self.block = block
+        for slot, tied in self._parameters.items():
+            for name, parameter in tied.items():
+                view = block.parameter(name, slot)
+                if parameter.grad is not None and parameter.grad.shape != view.shape:
+                    parameter.grad = None
+                parameter.data = view
+
+    @torch.no_grad()
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move storage and gradients as ``nn.Module._apply`` does. Settings follow the device and keep their dtype."""
+        memory = {name: function(storage) for name, storage in self.block.memory.items()}
+        first = next(iter(memory.values()))
+        self.dtype, self.device = first.dtype, first.device
+        settings = {name: values.to(self.device) for name, values in self.block.settings_memory.items()}
+        moved = [
+            (parameter, function(parameter.grad))
+            for tied in self._parameters.values()
+            for parameter in tied.values()
+            if parameter.grad is not None
+        ]
+        for parameter, _ in moved:
+            parameter.grad = None
+        self.adopt(replace(self.block, memory=memory, settings_memory=settings))
+        for parameter, gradient in moved:
+            parameter.grad = gradient
+
+    def _allocate(self, num_slots: int, rank: int | None, settings: Iterable[str]) -> Block:
+        shapes = {name: spec.shape for name, spec in self.specs(rank).items()}
+        precision = torch.float64 if self.dtype == torch.float64 else torch.float32
+        with torch.inference_mode(False):
+            memory = {name: self._zeros(num_slots, math.prod(shape), self.dtype) for name, shape in shapes.items()}
+            return Block(num_slots, rank, shapes, memory, {name: self._zeros(num_slots, 1, precision) for name in settings})
+
+    def _zeros(self, num_slots: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(num_slots, -(-numel // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Storage only: copies and pickles tie their own Parameters to it."""
+        return {**self.__dict__, "_parameters": {}}
+
+
+def _cut(padded: Tensor, spec: ParameterSpec) -> Tensor:
+    """The part of a padded tensor that a spec of a smaller rank fills."""
+    for axis in spec.rank_axes:
+        size = spec.shape[axis] // spec.rank_blocks
+        if spec.rank_blocks == 1:
+            padded = padded.narrow(axis, 0, size)
+        else:
+            padded = padded.unflatten(axis, (spec.rank_blocks, -1)).narrow(axis + 1, 0, size).flatten(axis, axis + 1)
+    return padded
+
+
+def _fill(padded: Tensor, spec: ParameterSpec, value: Tensor) -> None:
+    """Write a tensor of a spec's shape into a padded one and zero the rest."""
+    padded.zero_()
+    if spec.rank_blocks == 1 or not spec.rank_axes:
+        _cut(padded, spec).copy_(value)
+        return
+    (axis,) = spec.rank_axes
+    blocks = value.reshape(spec.shape).unflatten(axis, (spec.rank_blocks, -1))
+    padded.unflatten(axis, (spec.rank_blocks, -1)).narrow(axis + 1, 0, blocks.shape[axis + 1]).copy_(blocks)
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

@@ -1,0 +1,77 @@
+"""Walking a model's modules, under the paths they had before anything was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from onegraph.adapters.adapted import BASE, Adapted
+
+_COMPILED = "_orig_mod"
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+@dataclass
+class Place:
+    """A module and everywhere it hangs: one used twice has one place with two paths."""
+
+    module: nn.Module
+    paths: list[str] = field(default_factory=list)
+    parents: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The first path."""
+        return self.paths[0]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, out of a compiled or a parallel wrapper."""
+    while True:
+        if _COMPILED in model._modules:
+            inner = model._modules[_COMPILED]
+        elif isinstance(model, _PARALLEL):
+            inner = model.module
+        else:
+            return model
+        assert inner is not None
+        model = inner
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every module below the model in order of first appearance; adapted layers are not entered."""
+    found: dict[int, Place] = {}
+    for path, parent, name, module in _walk(unwrapped(model), ""):
+        place = found.setdefault(id(module), Place(module))
+        if path not in place.paths:
+            place.paths.append(path)
+        if not any(owner is parent and key == name for owner, key in place.parents):
+            place.parents.append((parent, name))
+    return list(found.values())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model before attaching: without the levels that wrappers added."""
+    return ".".join(part for part in name.split(".") if part not in (_COMPILED, BASE))
+
+
+def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    if isinstance(module, Adapted):
+        return
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if name == _COMPILED:
+            yield from _walk(child, path)
+            continue
+        inner, owner, key = child, module, name
+        while _COMPILED in inner._modules:
+            owner, key = inner, _COMPILED
+            below = inner._modules[_COMPILED]
+            assert below is not None
+            inner = below
+        child_path = f"{path}.{name}" if path else name
+        yield child_path, owner, key, inner
+        yield from _walk(inner, child_path)

@@ -1,0 +1,24 @@
+"""Kinds of layers: how each is described and run. Nothing here knows a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from onegraph.layers.base import Layer
+from onegraph.layers.conv import ConvLayer, describe_conv
+from onegraph.layers.embedding import EmbeddingLayer, describe_embedding
+from onegraph.layers.linear import LinearLayer, describe_linear
+
+__all__ = ["KINDS", "ConvLayer", "EmbeddingLayer", "Layer", "LinearLayer", "describe"]
+
+_DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (describe_linear, describe_conv, describe_embedding)
+
+KINDS = "Linear, Conv1d, Conv2d, Conv3d, Embedding"
+"""The modules that can be adapted, as messages name them."""
+
+
+def describe(module: nn.Module) -> Layer | None:
+    """Read what a module is; None where it is none of the kinds that can be adapted."""
+    return next((layer for read in _DESCRIBERS if (layer := read(module)) is not None), None)

@@ -1,0 +1,72 @@
+"""Embeddings: a lookup in a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onegraph.layers.base import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingLayer(Layer):
+    """``y = W[ids] * output_scale``. Shapes: ids (...) integer, W (I, O), y (..., O).
+
+    Args:
+        padding_idx: The row that gets no gradient.
+        output_scale: What the module multiplies its rows by (``embed_scale`` in Gemma and its like).
+    """
+
+    kind: ClassVar[str] = "embedding"
+
+    padding_idx: int | None = None
+    output_scale: float = 1.0
+
+    @property
+    def channel_axis(self) -> int:
+        """Features are the last axis."""
+        return -1
+
+    def down_shape(self, rank: int) -> tuple[int, ...]:
+        """(R, I): a column for each row of the table."""
+        return (rank, self.in_features)
+
+    def up_shape(self, rank: int) -> tuple[int, ...]:
+        """(O, R)."""
+        return (self.out_features, rank)
+
+    def project(self, x: Tensor, down: Tensor) -> Tensor:
+        """ids (...), down (R, I) -> (..., R) in the dtype of ``down``: casting the found columns is cheaper than casting all."""
+        h = F.embedding(x, down.t(), self.padding_idx)
+        return h if self.output_scale == 1.0 else h * self.output_scale
+
+    def expand(self, h: Tensor, up: Tensor) -> Tensor:
+        """h (..., R), up (O, R) -> (..., O)."""
+        return F.linear(h, up.to(h.dtype))
+
+    def per_channel(self, vector: Tensor) -> Tensor:
+        """(O,) as it is."""
+        return vector
+
+    def compose(self, down: Tensor, up: Tensor) -> Tensor:
+        """down (R, I), up (O, R) -> (I, O)."""
+        return (up @ down).t()
+
+
+def describe_embedding(module: nn.Module) -> EmbeddingLayer | None:
+    """The description of an ``nn.Embedding``, plain or scaled; None for anything else."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return None  # max_norm rewrites the table inside forward: there is no fixed function to adapt
+    scale = getattr(module, "embed_scale", None)
+    if scale is None and type(module).forward is not nn.Embedding.forward:
+        return None
+    return EmbeddingLayer(
+        in_features=module.num_embeddings,
+        out_features=module.embedding_dim,
+        weight_shape=(module.num_embeddings, module.embedding_dim),
+        padding_idx=module.padding_idx,
+        output_scale=1.0 if scale is None else float(scale),
+    )

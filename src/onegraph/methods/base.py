@@ -1,0 +1,103 @@
+"""The method contract: a frozen record of settings, and pure functions over named tensors.
+
+Dimensions in names: B row of the batch, T position, I input features, O output features, R rank, S slot, G block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from onegraph.layers.base import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One tensor of a method on one layer.
+
+    Args:
+        shape: Its shape at the method's own rank.
+        rank_axes: The axes that grow with the rank. They are padded with zeros to the capacity; no axis: the shape is fixed.
+        rank_blocks: Blocks that the rank axes are made of; each block is padded by itself (grouped convolutions).
+        trained: Whether it gets a gradient.
+    """
+
+    shape: tuple[int, ...]
+    rank_axes: tuple[int, ...] = ()
+    rank_blocks: int = 1
+    trained: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """An adapter method: its configuration, and what it computes.
+
+    Two adapters share a graph when their ``structure()`` is equal. Functions that run inside a graph (``before``, ``after``)
+    read no field named in ``per_adapter``: such values reach them as tensors in ``p``, and whether a setting is there at all
+    is asked with ``in p``. ``p`` maps names to tensors, parameters and settings together.
+    """
+
+    name: ClassVar[str]
+    per_adapter: ClassVar[frozenset[str]] = frozenset()
+    """The fields that may differ between adapters of one graph."""
+    random_settings: ClassVar[frozenset[str]] = frozenset()
+    """The settings that draw random numbers in training; 0 turns each of them off."""
+
+    @abstractmethod
+    def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
+        """The tensors of this method on this layer."""
+
+    def settings(self, layer: Layer) -> dict[str, float]:
+        """Scalars of one adapter on this layer, kept as 0-d tensors; only those that are used. 0 must mean "without effect" for each."""
+        return {}
+
+    @abstractmethod
+    def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The tensors a new adapter starts from, drawn on the CPU so that a seed means the same on every device."""
+
+    def identity(self, layer: Layer) -> dict[str, Tensor]:
+        """Tensors that change nothing when every setting is 0: what a disabled or missing adapter is."""
+        return {name: torch.zeros(spec.shape) for name, spec in self.parameters(layer).items()}
+
+    def before(self, x: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
+        """The input that the base layer sees."""
+        return x
+
+    def after(self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
+        """The output, from the layer's input ``x`` (as ``before`` left it) and the base output ``y``; in the dtype of ``y``."""
+        return y
+
+    @abstractmethod
+    def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+        """The definition: the weight with which the plain layer computes the same (dropout aside), in the dtype of ``weight``."""
+
+    def adapt_bias(self, bias: Tensor | None, p: Mapping[str, Tensor], layer: Layer) -> Tensor | None:
+        """The bias that goes with ``adapt``'s weight."""
+        return bias
+
+    def check(self, layer: Layer) -> str | None:
+        """Why this layer can't take this method, or None when it can."""
+        return None
+
+    def structure(self) -> Self:
+        """This method with every per-adapter field at its default: equal for adapters that share a graph, and hashable."""
+        defaults: dict[str, Any] = {
+            field.name: field.default for field in dataclasses.fields(self) if field.name in self.per_adapter
+        }
+        return dataclasses.replace(self, **defaults)
+
+    def rank_on(self, layer: Layer) -> int | None:
+        """The rank, None for methods that have none."""
+        rank = getattr(self, "rank", None)
+        return rank if isinstance(rank, int) else None
+
+    def with_rank(self, rank: int | None) -> Self:
+        """The same method at another rank: how the padded shapes are found."""
+        changes: dict[str, Any] = {"rank": rank}
+        return self if rank is None else dataclasses.replace(self, **changes)
