@@ -1,0 +1,189 @@
+"""Which layer of a model each tensor of a file belongs to. Everything is checked here, before a model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onegraph.adapters import Adapted
+from onegraph.adapters.walk import places, unwrapped
+from onegraph.checkpoint.detection import family_of_model, likely_family
+from onegraph.checkpoint.dialects import kohya
+from onegraph.checkpoint.file import AdapterFile, tensors_of
+from onegraph.checkpoint.keys import first_ten, match_paths
+from onegraph.errors import CheckpointError
+from onegraph.layers import KINDS, Layer, describe
+from onegraph.methods import Method
+
+_TEXT_LEVEL = "text_model."
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An adapter fitted to a model: nothing is left to find out.
+
+    Args:
+        methods: Module path -> the method with this layer's rank and alpha.
+        tensors: Module path -> parameter -> tensor in the shape the layer needs.
+    """
+
+    methods: dict[str, Method]
+    tensors: dict[str, dict[str, torch.Tensor]]
+
+
+def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Placement:
+    """Find the layer of each tensor and check its shape.
+
+    Args:
+        file: What was read.
+        model: The model, adapted already or not, compiled or wrapped or not.
+        part: The part of the file that belongs to this model; the one that fits best when omitted.
+
+    Raises:
+        CheckpointError: ``adapter-part``, ``adapter-architecture`` with the first ten modules the model doesn't have, ``adapter-shape``,
+            or ``adapter-base-weights`` where the file changes weights of the base model.
+    """
+    layers, canonical = _layers(model)
+    if part is not None and part not in file.parts:
+        there = ", ".join(map(repr, file.parts))
+        raise CheckpointError(f"{file.path} has no part {part!r}.", hint=f"It has: {there}.", code="adapter-part")
+    candidates = [part] if part is not None else list(file.parts)
+    located = {candidate: _located(file, candidate, layers) for candidate in candidates}
+    best = max(candidates, key=lambda candidate: _num_fitting(file, candidate, located[candidate], layers))
+    found = located[best]
+    keys = file.parts[best]
+    if len(found) < len(keys):
+        raise _other_architecture(file, model, keys.keys() - found.keys(), len(keys))
+    methods: dict[str, Method] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    problems = []
+    for key, weights in keys.items():
+        path = canonical[found[key]]
+        method = file.methods[best][key]
+        if path in methods:
+            problems.append(f"{key}: a second adapter for the layer {path}")
+        refusal = method.check(layers[path])
+        if refusal is not None:
+            problems.append(f"{path}: {refusal}")
+            continue
+        methods[path] = method
+        tensors[path], wrong = _shaped(path, tensors_of(weights), method, layers[path])
+        problems += wrong
+    if problems:
+        raise _other_shapes(file, model, problems, len(keys))
+    _check_base_weights(file, model)
+    return Placement(methods, tensors)
+
+
+def _layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
+    """Every path that can carry an adapter -> its layer, and -> the first path of the same module (it may be used twice)."""
+    found: dict[str, Layer] = {}
+    canonical: dict[str, str] = {}
+    for place in places(model):
+        module = place.module
+        layer = module.layer if isinstance(module, Adapted) else describe(module)
+        if layer is not None:
+            found |= dict.fromkeys(place.paths, layer)
+            canonical |= dict.fromkeys(place.paths, place.path)
+    return found, canonical
+
+
+def _located(file: AdapterFile, part: str, layers: Mapping[str, Layer]) -> dict[str, str]:
+    """Key of the file -> path of the model, for the keys that name a layer."""
+    keys = file.parts[part]
+    if file.format == "kohya":
+        table = kohya.paths_by_key(part, layers)
+        return {key: table[key] for key in keys if key in table}
+    matched = match_paths(keys, layers.keys())
+    # transformers 5 dropped a level from CLIPTextModel; files from before have it, and so have files for other readers.
+    other_level = {
+        (key.removeprefix(_TEXT_LEVEL) if key.startswith(_TEXT_LEVEL) else f"{_TEXT_LEVEL}{key}"): key for key in keys if key not in matched
+    }
+    return matched | {other_level[name]: path for name, path in match_paths(other_level, layers.keys()).items()}
+
+
+def _num_fitting(file: AdapterFile, part: str, located: Mapping[str, str], layers: Mapping[str, Layer]) -> int:
+    """How many layers of a part are in the model with the right shapes: two text encoders have the same names."""
+    methods, keys = file.methods[part], file.parts[part]
+    return sum(not _shaped(path, tensors_of(keys[key]), methods[key], layers[path])[1] for key, path in located.items())
+
+
+def _shaped(path: str, tensors: Mapping[str, torch.Tensor], method: Method, layer: Layer) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors in the shapes that the layer needs, and what doesn't fit. A 1x1 convolution and a Linear may stand for each other."""
+    specs = method.parameters(layer)
+    problems = [f"{path}: no {name}" for name in specs.keys() - tensors.keys()]
+    problems += [f"{path}: {name} has no place in {method.name}" for name in tensors.keys() - specs.keys()]
+    fitted = {}
+    for name in specs.keys() & tensors.keys():
+        wanted, tensor = tuple(specs[name].shape), tensors[name]
+        if _without_trailing_ones(tensor.shape) != _without_trailing_ones(wanted):
+            problems.append(f"{path}: {name} is {tuple(tensor.shape)} in the file, the layer needs {wanted}")
+        else:
+            fitted[name] = tensor.reshape(wanted)
+    return fitted, problems
+
+
+def _without_trailing_ones(shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = list(shape)
+    while sizes and sizes[-1] == 1:
+        sizes.pop()
+    return tuple(sizes)
+
+
+def _check_base_weights(file: AdapterFile, model: nn.Module) -> None:
+    """Weights of the base model in the file are fine where they are those that the model has."""
+    if not file.base_weights:
+        return
+    modules = {path: place.module for place in places(model) for path in place.paths}
+    paths = match_paths({name.rpartition(".")[0] for name in file.base_weights}, modules.keys())
+    differing = []
+    for name, tensor in file.base_weights.items():
+        path, _, leaf = name.rpartition(".")
+        module = modules.get(paths.get(path, ""))
+        own = getattr(module, leaf, None)
+        if not isinstance(own, torch.Tensor) or own.shape != tensor.shape or not _equal(own.detach().cpu(), tensor):
+            differing.append(name)
+    if differing:
+        raise CheckpointError(
+            f"{file.path} changes {len(differing)} weights of the base model itself.",
+            why=f"An adapter is loaded without touching the base model; these differ from the model's own:\n{first_ten(differing)}",
+            hint="They come from modules_to_save, trained biases or a resized vocabulary: copy them into the model first, then load.",
+            code="adapter-base-weights",
+        )
+
+
+def _equal(own: torch.Tensor, saved: torch.Tensor) -> bool:
+    return torch.equal(own.to(saved.dtype), saved) or torch.equal(own, saved.to(own.dtype))
+
+
+def _other_architecture(file: AdapterFile, model: nn.Module, missing: Iterable[str], num_layers: int) -> CheckpointError:
+    names = list(missing)
+    return CheckpointError(
+        f"{len(names)} of the {num_layers} layers in {file.path} are not in this {_name(model)}.",
+        why=f"The model has no {KINDS} of these names:\n{first_ten(names)}\n{_families(file, model)}",
+        hint="Load it onto the model it was made for.",
+        code="adapter-architecture",
+    )
+
+
+def _other_shapes(file: AdapterFile, model: nn.Module, problems: list[str], num_layers: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file.path} doesn't fit this {_name(model)}: {len(problems)} problems in {num_layers} layers.",
+        why=f"{first_ten(problems)}\n{_families(file, model)}",
+        hint="Load it onto the model it was made for.",
+        code="adapter-shape",
+    )
+
+
+def _families(file: AdapterFile, model: nn.Module) -> str:
+    family, own = likely_family(file), family_of_model(unwrapped(model))
+    parts = ", ".join(part for part in file.parts if part)
+    made_for = f"The file was probably made for {family}." if family else "The file doesn't say which model it was made for."
+    return f"{made_for}" + (f" This model looks like {own}." if own else "") + (f" Its parts: {parts}." if parts else "")
+
+
+def _name(model: nn.Module) -> str:
+    return type(unwrapped(model)).__name__
