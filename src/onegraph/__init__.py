@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from onegraph.adapters import Adapters as Adapters
     from onegraph.adapters import adapters_of as adapters_of
     from onegraph.adapters import attach as attach
+    from onegraph.checking import check as check
+    from onegraph.compiling import compile as compile
     from onegraph.methods import LoRA as LoRA
 
 __version__ = "0.1.0"
@@ -20,10 +22,12 @@ _PUBLIC = {
     "LoRA": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
     "attach": "onegraph.adapters",
+    "check": "onegraph.checking",
+    "compile": "onegraph.compiling",
 }
 _ROOMS = ("errors",)
 
-__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "errors"]
+__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "check", "compile", "errors"]
 
 
 def __getattr__(name: str) -> Any:

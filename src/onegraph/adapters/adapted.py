@@ -59,7 +59,8 @@ class Adapted(nn.Module):
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The adapted layer's output, in the base layer's dtype."""
         # Read through __dict__ tables: __getattr__ below would be traced for every name.
-        p = {**self._parameters, **self._settings}
+        parameters: dict[str, Tensor] = self._parameters  # type: ignore[assignment]
+        p = {**parameters, **self._settings}
         method, layer = self._method, self._layer
         x = method.before(input, p, layer, training=self.training)
         y = self._modules["base_layer"](x, *args, **kwargs)  # type: ignore[misc]
@@ -88,7 +89,7 @@ class Adapted(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the storage of all slots, not only the registered Parameters, and tie them again."""
         if recurse:
-            self.base_layer._apply(fn)
+            self.base_layer._apply(fn)  # type: ignore[no-untyped-call]
         for slots in self.structures.values():
             slots.apply(fn)
         if self.structures:
@@ -109,7 +110,7 @@ class Adapted(nn.Module):
         return {**self.__dict__, "_parameters": {}, "_settings": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.structures:
             self.activate(None, self.slot)
 

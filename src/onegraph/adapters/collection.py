@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.adapted import Adapted
+from onegraph.adapters.checks import check_capacity, check_finite, check_name, check_tensors, unknown_setting
 from onegraph.adapters.files import file_functions
+from onegraph.adapters.growth import Structure, grow, grown_rank
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.select import Targets, already_adapted_elsewhere, select
-from onegraph.adapters.slots import Block, Slots
+from onegraph.adapters.slots import Slots
 from onegraph.adapters.surgery import Surgery
-from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nearest
+from onegraph.errors import AdapterError, ConfigurationError, nearest
 from onegraph.methods import Method
 
 if TYPE_CHECKING:
@@ -39,16 +40,6 @@ class _Record:
     factor: float = 1.0
 
 
-@dataclass
-class _Structure:
-    """What adapters of one structure share: the number of slots, the settings kept, the capacities asked for."""
-
-    num_slots: int
-    settings: set[str]
-    capacity: int | None = None
-    free: list[int] = field(default_factory=list)
-
-
 class Adapters:
     """The adapters of a model. Made by ``attach``; found again with ``adapters_of``.
 
@@ -62,7 +53,7 @@ class Adapters:
         self.layers: dict[str, Adapted] = {}
         self._dtype = dtype
         self._records: dict[str, _Record] = {}
-        self._structures: dict[Method, _Structure] = {}
+        self._structures: dict[Method, Structure] = {}
         self._active: str | None = None
         self._surgery = Surgery(model)
 
@@ -150,10 +141,10 @@ class Adapters:
             AdapterError: ``unknown-adapter``; ``not-finite-value``; ``unknown-setting`` for a method without a scale.
         """
         record = self._record(name)
-        _finite(factor, f"the factor for {name!r}")
+        check_finite(factor, f"the factor for {name!r}")
         values = {path: method.settings(self.layers[path].layer).get(SCALE) for path, method in record.methods.items()}
         if any(value is None for value in values.values()):
-            raise _unknown_setting(record.structure.name, SCALE, set())
+            raise unknown_setting(record.structure.name, SCALE, ())
         self.set_setting(name, SCALE, {path: value * factor for path, value in values.items() if value is not None})
         record.factor = factor
 
@@ -186,7 +177,7 @@ class Adapters:
             TargetError: See ``attach``.
         """
         self._alive()
-        _check_name(name, self._records)
+        check_name(name, self._records)
         if targets is None:
             if not self.layers:
                 raise AdapterError("no layer is adapted yet", hint="say which: targets=[...]", code="nothing-adapted")
@@ -205,59 +196,53 @@ class Adapters:
                     raise already_adapted_elsewhere(entry.path)
             else:
                 wraps[entry.path] = Adapted(module, entry.layer)
-        _check_capacity(plan, capacity)
+        check_capacity(plan, capacity)
+        ranks = {entry.path: entry.rank for entry in plan}
         settings = {setting for entry in plan for setting in entry.method.settings(entry.layer)}
-        state = self._structures.get(structure)
-        shared = state or _Structure(num_slots=2, settings=set(settings), capacity=capacity, free=[1])
-        # A smaller capacity than the structure's would make another shape, hence another graph: the larger one holds it too.
-        floor = max((c for c in (shared.capacity, capacity) if c is not None), default=None)
-        num_slots = shared.num_slots if shared.free else 2 * shared.num_slots
+        known = structure in self._structures
+        shared = self._structures.get(structure) or Structure(num_slots=2, settings=settings, free=[1])
         kept = shared.settings | settings
+        num_slots = shared.num_slots if shared.free else 2 * shared.num_slots
+        floor = max((asked for asked in (shared.capacity, capacity) if asked is not None), default=None)
         weights = {entry.path: _weight(found[entry.path].module) for entry in plan}
         initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
-
-        growing: list[tuple[Slots, Block]] = []
-        fresh: dict[str, Slots] = {}
-        ranks = {entry.path: entry.rank for entry in plan}
-        for path, layer in {**self.layers, **wraps}.items():
-            slots = layer.structures.get(structure)
-            if slots is not None:
-                rank = _grown_rank(slots.rank, ranks.get(path), floor)
-                if (rank, num_slots, kept) != (slots.rank, slots.num_slots, set(slots.block.settings_memory)):
-                    growing.append((slots, slots.grown(num_slots, rank, sorted(kept))))
-            elif path in ranks:
-                rank = _grown_rank(ranks[path], ranks[path], floor)
-                weight = weights[path]
-                dtype = weight.dtype if self._dtype is None else self._dtype
-                fresh[path] = Slots(
-                    structure, layer.layer, rank=rank, num_slots=num_slots, settings=sorted(kept), dtype=dtype, device=weight.device
-                )
+        growth = grow(self.layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor)
+        fresh = {
+            entry.path: Slots(
+                structure,
+                entry.layer,
+                rank=grown_rank(entry.rank, entry.rank, floor),
+                num_slots=num_slots,
+                settings=sorted(kept),
+                dtype=weights[entry.path].dtype if self._dtype is None else self._dtype,
+                device=weights[entry.path].device,
+            )
+            for entry in plan
+            if entry.path in wraps or structure not in self.layers[entry.path].structures
+        }
 
         # From here on nothing can fail.
-        if state is not None:
-            self._announce(name, growing, wraps)
-        if num_slots > shared.num_slots:
-            shared.free += range(shared.num_slots, num_slots)
-            shared.num_slots = num_slots
+        reasons = growth.reasons() + ([f"it is on {len(wraps)} layers that were not adapted before"] if wraps else [])
+        if known and reasons:
+            logger.info("adapter %r: %s. A compiled model compiles once more; reserve() or capacity= avoids it.", name, "; ".join(reasons))
+        growth.commit()
+        shared.widen(num_slots)
         shared.settings, shared.capacity = kept, floor
         self._structures[structure] = shared
-        for slots, block in growing:
-            slots.adopt(block)
-        slot = shared.free.pop(0)
-        record = _Record(structure, slot, {entry.path: entry.method for entry in plan})
         for path, slots in fresh.items():
-            layer = wraps.get(path) or self.layers[path]
+            layer = wraps[path] if path in wraps else self.layers[path]
             layer.structures[structure] = slots
-        for path in wraps:
-            wraps[path].activate(structure, 0)
+        for layer in wraps.values():
+            layer.activate(structure, 0)
         self._surgery.wrap({path: (found[path], layer) for path, layer in wraps.items()})
         self.layers.update(wraps)
+        record = _Record(structure, shared.free.pop(0), {entry.path: entry.method for entry in plan})
         self._records[name] = record
         for entry in plan:
             slots = self._slots(entry.path, record)
-            slots.write(slot, entry.rank, initial[entry.path])
+            slots.write(record.slot, entry.rank, initial[entry.path])
             for setting, value in entry.method.settings(entry.layer).items():
-                slots.block.setting(setting, slot).fill_(value)
+                slots.set(record.slot, setting, value)
         self.use(self._active)
 
     def delete(self, name: str) -> None:
@@ -288,22 +273,25 @@ class Adapters:
         self._alive()
         for option, number in {"num_adapters": num_adapters, "rank": rank}.items():
             if number is not None and number < 1:
-                raise ConfigurationError(f"reserve({option}={number}): room for less than one", hint="a whole number, 1 or more", code="reserve")
-        growing: list[tuple[Slots, Block]] = []
-        for structure, shared in self._structures.items():
-            num_slots = max(shared.num_slots, (num_adapters or 0) + 1)
-            for slots in self._all_slots(structure):
-                capacity = slots.rank if rank is None or slots.rank is None else max(slots.rank, rank)
-                if (capacity, num_slots) != (slots.rank, slots.num_slots):
-                    growing.append((slots, slots.grown(num_slots, capacity, sorted(shared.settings))))
-        for structure, shared in self._structures.items():
-            num_slots = max(shared.num_slots, (num_adapters or 0) + 1)
-            shared.free += range(shared.num_slots, num_slots)
-            shared.num_slots = num_slots
-            if rank is not None and structure.with_rank(1).rank_on is not None:
-                shared.capacity = max(rank, shared.capacity or 0)
-        for slots, block in growing:
-            slots.adopt(block)
+                raise ConfigurationError(
+                    f"reserve({option}={number}) is room for less than one", hint="a whole number, 1 or more", code="reserve"
+                )
+        wanted = (num_adapters or 0) + 1
+        growths = [
+            grow(
+                self.layers.items(),
+                structure,
+                num_slots=max(shared.num_slots, wanted),
+                settings=shared.settings,
+                ranks={},
+                floor=max(rank or 0, shared.capacity or 0),
+            )
+            for structure, shared in self._structures.items()
+        ]
+        for growth, shared in zip(growths, self._structures.values()):
+            growth.commit()
+            shared.widen(max(shared.num_slots, wanted))
+            shared.capacity = max(rank or 0, shared.capacity or 0) or None
         self.use(self._active)
 
     def detach(self) -> nn.Module:
@@ -326,40 +314,7 @@ class Adapters:
             AdapterError: ``unknown-adapter``, ``tensor-unknown``, ``tensor-missing``, ``tensor-shape``; several are collected.
         """
         record = self._record(name)
-        problems: list[OnegraphError] = []
-        for path in tensors:
-            if path not in record.methods:
-                close = nearest(path, record.methods)
-                hint = f"did you mean {close[0]}?" if close else ""
-                problems.append(AdapterError(f"adapter {name!r} is not on {path!r}", hint=hint, code="tensor-unknown"))
-        for path, method in record.methods.items():
-            specs = method.parameters(self.layers[path].layer)
-            given = tensors.get(path, {})
-            for key, value in given.items():
-                if key not in specs:
-                    problems.append(
-                        AdapterError(
-                            f"{path}: {method.name} has no tensor {key!r}", hint=f"it has {', '.join(specs)}", code="tensor-unknown"
-                        )
-                    )
-                elif tuple(value.shape) != specs[key].shape:
-                    problems.append(
-                        AdapterError(
-                            f"{path}.{key} has shape {tuple(value.shape)}, not {specs[key].shape}",
-                            why=f"That is the shape of {method} on this layer.",
-                            code="tensor-shape",
-                        )
-                    )
-            if not partial and (missing := [key for key in specs if key not in given]):
-                problems.append(AdapterError(f"{path}: no tensor for {', '.join(missing)}", code="tensor-missing"))
-        if problems:
-            shown = problems[:5] + ([AdapterError(f"and {len(problems) - 5} more", code="more")] if len(problems) > 5 else [])
-            raise AdapterError(
-                f"the tensors don't fit adapter {name!r}: {len(problems)} problems\n" + "\n".join(f"- {p.what}" for p in shown),
-                why=problems[0].why,
-                hint=problems[0].hint,
-                code=problems[0].code,
-            )
+        check_tensors(name, {path: (method, self.layers[path].layer) for path, method in record.methods.items()}, tensors, partial=partial)
         for path, given in tensors.items():
             method = record.methods[path]
             self._slots(path, record).write(record.slot, method.rank_on(self.layers[path].layer), given)
@@ -385,16 +340,16 @@ class Adapters:
         record = self._record(name)
         values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(record.methods, float(value))
         for path, number in values.items():
-            _finite(number, f"{setting} of {name!r} on {path}")
+            check_finite(number, f"{setting} of {name!r} on {path}")
             if path not in record.methods:
                 raise AdapterError(f"adapter {name!r} is not on {path!r}", code="tensor-unknown")
-        known = self._structures[record.structure].settings
-        if setting not in known:
+        kept = self._structures[record.structure].settings
+        if setting not in kept:
             if any(values.values()):
-                raise _unknown_setting(record.structure.name, setting, known)
+                raise unknown_setting(record.structure.name, setting, kept)
             return
         for path, number in values.items():
-            self._slots(path, record).block.setting(setting, record.slot).fill_(number)
+            self._slots(path, record).set(record.slot, setting, number)
 
     @contextlib.contextmanager
     def without_randomness(self) -> Iterator[None]:
@@ -450,83 +405,9 @@ class Adapters:
     def _slots(self, path: str, record: _Record) -> Slots:
         return self.layers[path].structures[record.structure]
 
-    def _all_slots(self, structure: Method) -> list[Slots]:
-        return [layer.structures[structure] for layer in self.layers.values() if structure in layer.structures]
-
-    def _announce(self, name: str, growing: list[tuple[Slots, Block]], wraps: dict[str, Adapted]) -> None:
-        """Say what a compiled model will compile again."""
-        reasons: list[str] = []
-        ranks = sorted({(slots.rank, block.rank) for slots, block in growing if slots.rank != block.rank}, key=str)
-        if ranks:
-            reasons.append("the capacity grows from " + ", ".join(f"rank {old} to {new}" for old, new in ranks))
-        settings = {setting for slots, block in growing for setting in block.settings_memory if setting not in slots.block.settings_memory}
-        if settings:
-            reasons.append(f"it is the first to use {', '.join(sorted(settings))}")
-        if wraps:
-            reasons.append(f"it is on {len(wraps)} layers that were not adapted before")
-        if reasons:
-            logger.info(
-                "adapter %r: %s. A compiled model compiles once more; reserve() or capacity= before avoids growing.", name, "; ".join(reasons)
-            )
-
 
 def _weight(module: nn.Module) -> Tensor:
     base = module.base_layer if isinstance(module, Adapted) else module
     weight = base.weight
     assert isinstance(weight, Tensor)
     return weight.detach()
-
-
-def _grown_rank(present: int | None, wanted: int | None, floor: int | None) -> int | None:
-    """Capacity for a rank: doubled until it fits, and at least what was asked for."""
-    if present is None:
-        return wanted
-    capacity = present
-    while wanted is not None and capacity < wanted:
-        capacity *= 2
-    return max(capacity, floor or 0)
-
-
-def _check_name(name: str, taken: Mapping[str, Any]) -> None:
-    if not isinstance(name, str) or not name or name != name.strip() or "/" in name or "\\" in name:
-        raise AdapterError(
-            f"{name!r} is not a name for an adapter",
-            why="Names become folders when adapters are saved: letters, digits, - and _ are safe.",
-            code="adapter-name",
-        )
-    if name in taken:
-        raise AdapterError(
-            f"there is an adapter {name!r} already",
-            why="Adding another under its name would lose it.",
-            hint=f"another name, or delete({name!r}) first",
-            code="adapter-exists",
-        )
-
-
-def _check_capacity(plan: Plan, capacity: int | None) -> None:
-    if capacity is None:
-        return
-    if capacity < 1:
-        raise ConfigurationError(f"capacity={capacity} is not a rank", hint="a whole number, 1 or more", code="capacity")
-    for entry in plan:
-        if entry.rank is not None and entry.rank > capacity:
-            raise AdapterError(
-                f"{entry.path}: rank {entry.rank} is above the capacity of {capacity}",
-                why="The capacity is the rank that all adapters are padded to; none can be larger.",
-                hint=f"capacity={entry.rank} or more, or leave capacity out",
-                code="rank-above-capacity",
-            )
-
-
-def _finite(number: float, what: str) -> None:
-    if not math.isfinite(number):
-        raise AdapterError(f"{what} is {number}", why="It multiplies or masks activations: it has to be finite.", code="not-finite-value")
-
-
-def _unknown_setting(method: str, setting: str, known: set[str]) -> OnegraphError:
-    return AdapterError(
-        f"{method} keeps no setting {setting!r} here",
-        why="Settings that no adapter uses are not in the graph.",
-        hint=f"there are {', '.join(sorted(known))}" if known else "",
-        code="unknown-setting",
-    )

@@ -32,7 +32,7 @@ def select(
         targets: Paths or their endings (an entry matches a path that equals it or ends with "." + entry); a regular expression that
             matches the whole path; "all-linear", every Linear but the output head; or a function of path and module.
         exclude: Taken out again, written the same way.
-        overrides: Another method of the same class for some layers; keys match as ``(.*\\.)?(key)$``, the first match wins.
+        overrides: Another method of the same class for some layers; a key matches a path or its ending after a dot, the first match wins.
 
     Raises:
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.

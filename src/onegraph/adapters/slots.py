@@ -91,15 +91,13 @@ class Slots:
         """The Parameters of a slot: the same objects at every call, views of the storage."""
         if slot not in self._parameters:
             specs = self.specs(self.rank)
-            tied = {
-                name: nn.Parameter(self.block.parameter(name, slot), requires_grad=specs[name].trained) for name in self.block.shapes
-            }
+            tied = {name: nn.Parameter(self.block.parameter(name, slot), requires_grad=specs[name].trained) for name in self.block.shapes}
             if slot == 0:
                 for parameter in tied.values():
                     # It must require a gradient like every other slot, or a compiled graph would notice the switch; but the
                     # identity is never trained, so no optimizer may find a gradient here.
                     if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+                        parameter.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
             self._parameters[slot] = tied
         return self._parameters[slot]
 
@@ -107,12 +105,17 @@ class Slots:
         """The settings of a slot as 0-d views of the storage."""
         return {name: self.block.setting(name, slot) for name in self.block.settings_memory}
 
+    @torch.no_grad()
+    def set(self, slot: int, setting: str, value: float) -> None:
+        """Set a setting in place: a compiled graph reads the new value."""
+        self.block.setting(setting, slot).fill_(value)
+
     def stacked(self, name: str) -> Tensor:
         """The tensors of all slots, (S, *shape): what a batch with an adapter a row gathers from."""
         if name in self.block.settings_memory:
             return self.block.settings_memory[name][:, 0]
         shape = self.block.shapes[name]
-        return self.block.memory[name][:, : math.prod(shape)].unflatten(1, shape) if shape else self.block.memory[name][:, 0]
+        return self.block.memory[name][:, : math.prod(shape)].view(self.num_slots, *shape)
 
     @torch.no_grad()
     def reset(self, slot: int) -> None:
@@ -204,7 +207,7 @@ def _cut(padded: Tensor, spec: ParameterSpec) -> Tensor:
         if spec.rank_blocks == 1:
             padded = padded.narrow(axis, 0, size)
         else:
-            padded = padded.unflatten(axis, (spec.rank_blocks, -1)).narrow(axis + 1, 0, size).flatten(axis, axis + 1)
+            padded = _split(padded, axis, spec.rank_blocks).narrow(axis + 1, 0, size).flatten(axis, axis + 1)
     return padded
 
 
@@ -215,8 +218,13 @@ def _fill(padded: Tensor, spec: ParameterSpec, value: Tensor) -> None:
         _cut(padded, spec).copy_(value)
         return
     (axis,) = spec.rank_axes
-    blocks = value.reshape(spec.shape).unflatten(axis, (spec.rank_blocks, -1))
-    padded.unflatten(axis, (spec.rank_blocks, -1)).narrow(axis + 1, 0, blocks.shape[axis + 1]).copy_(blocks)
+    blocks = _split(value.contiguous(), axis, spec.rank_blocks)
+    _split(padded, axis, spec.rank_blocks).narrow(axis + 1, 0, blocks.shape[axis + 1]).copy_(blocks)
+
+
+def _split(tensor: Tensor, axis: int, blocks: int) -> Tensor:
+    """One axis as two: blocks, and places within a block."""
+    return tensor.view(*tensor.shape[:axis], blocks, -1, *tensor.shape[axis + 1 :])
 
 
 def _forget_gradient(parameter: Tensor) -> None:

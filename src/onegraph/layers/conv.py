@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from onegraph.errors import TargetError
 from onegraph.layers.base import Layer
 
-_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _MODULES: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -25,7 +25,7 @@ class ConvLayer(Layer):
         padding: Zeros an axis on both sides, or "same" or "valid".
         dilation: Distance of kernel points an axis.
         padding_mode: "zeros", "reflect", "replicate" or "circular".
-        edges: Padding of both sides, last axis first, as ``F.pad`` takes it; used by the modes other than "zeros".
+        edges: Padding of both sides, last axis first, as ``pad`` takes it; used by the modes other than "zeros".
     """
 
     kind: ClassVar[str] = "conv"
@@ -50,14 +50,14 @@ class ConvLayer(Layer):
         return (self.out_features, rank // self.groups, *(1 for _ in self.kernel_size))
 
     def project(self, x: Tensor, down: Tensor) -> Tensor:
-        """x (B, I, *space), down (R, I, *kernel) -> (B, R, *space')."""
+        """From x (B, I, *space), down (R, I, *kernel) -> (B, R, *space')."""
         convolution = _CONVOLUTIONS[len(self.kernel_size)]
         if self.padding_mode == "zeros":
             return convolution(x, down.to(x.dtype), None, self.stride, self.padding, self.dilation)
-        return convolution(F.pad(x, self.edges, mode=self.padding_mode), down.to(x.dtype), None, self.stride, 0, self.dilation)
+        return convolution(functional.pad(x, self.edges, mode=self.padding_mode), down.to(x.dtype), None, self.stride, 0, self.dilation)
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
-        """h (B, R, *space'), up (O, R / groups, 1...) -> (B, O, *space')."""
+        """From h (B, R, *space'), up (O, R / groups, 1...) -> (B, O, *space')."""
         return _CONVOLUTIONS[len(self.kernel_size)](h, up.to(h.dtype), groups=self.groups)
 
     def per_channel(self, vector: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class ConvLayer(Layer):
         return vector.reshape(-1, *(1 for _ in self.kernel_size))
 
     def compose(self, down: Tensor, up: Tensor) -> Tensor:
-        """down (R, I, *kernel), up (O, R, 1...) -> (O, I, *kernel)."""
+        """From down (R, I, *kernel), up (O, R, 1...) -> (O, I, *kernel)."""
         if self.groups > 1:
             raise TargetError(
                 f"this adapter can't be written as a new weight: the convolution has {self.groups} groups",

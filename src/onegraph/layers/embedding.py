@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from onegraph.layers.base import Layer
 
@@ -39,20 +39,20 @@ class EmbeddingLayer(Layer):
         return (self.out_features, rank)
 
     def project(self, x: Tensor, down: Tensor) -> Tensor:
-        """ids (...), down (R, I) -> (..., R) in the dtype of ``down``: casting the found columns is cheaper than casting all."""
-        h = F.embedding(x, down.t(), self.padding_idx)
+        """From ids (...), down (R, I) -> (..., R) in the dtype of ``down``: it is cheaper to cast what is found than all."""
+        h = functional.embedding(x, down.t(), self.padding_idx)
         return h if self.output_scale == 1.0 else h * self.output_scale
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
-        """h (..., R), up (O, R) -> (..., O)."""
-        return F.linear(h, up.to(h.dtype))
+        """From h (..., R), up (O, R) -> (..., O)."""
+        return functional.linear(h, up.to(h.dtype))
 
     def per_channel(self, vector: Tensor) -> Tensor:
         """(O,) as it is."""
         return vector
 
     def compose(self, down: Tensor, up: Tensor) -> Tensor:
-        """down (R, I), up (O, R) -> (I, O)."""
+        """From down (R, I), up (O, R) -> (I, O)."""
         return (up @ down).t()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from onegraph.layers.base import Layer
 
@@ -31,12 +31,12 @@ class LinearLayer(Layer):
         return (self.out_features, rank)
 
     def project(self, x: Tensor, down: Tensor) -> Tensor:
-        """x (..., I), down (R, I) -> (..., R)."""
-        return F.linear(x, down.to(x.dtype))
+        """From x (..., I), down (R, I) -> (..., R)."""
+        return functional.linear(x, down.to(x.dtype))
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
-        """h (..., R), up (O, R) -> (..., O)."""
-        return F.linear(h, up.to(h.dtype))
+        """From h (..., R), up (O, R) -> (..., O)."""
+        return functional.linear(h, up.to(h.dtype))
 
     def add_expanded(self, y: Tensor, h: Tensor, up: Tensor) -> Tensor:
         """One ``addmm`` instead of a product, a temporary as large as the output, and a sum."""
@@ -50,7 +50,7 @@ class LinearLayer(Layer):
         return vector
 
     def compose(self, down: Tensor, up: Tensor) -> Tensor:
-        """down (R, I), up (O, R) -> (O, I)."""
+        """From down (R, I), up (O, R) -> (O, I)."""
         return up @ down
 
 

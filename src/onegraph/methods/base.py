@@ -87,9 +87,7 @@ class Method(ABC):
 
     def structure(self) -> Self:
         """This method with every per-adapter field at its default: equal for adapters that share a graph, and hashable."""
-        defaults: dict[str, Any] = {
-            field.name: field.default for field in dataclasses.fields(self) if field.name in self.per_adapter
-        }
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.per_adapter}
         return dataclasses.replace(self, **defaults)
 
     def rank_on(self, layer: Layer) -> int | None:

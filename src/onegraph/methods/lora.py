@@ -35,7 +35,8 @@ class LoRA(Method):
         input_dropout: Probability in [0, 1) that an element of x is dropped on its way to D (PEFT's ``lora_dropout``). Not on embeddings.
         rank_dropout: Probability in [0, 1) that a rank channel is dropped for a whole sample (sd-scripts).
         module_dropout: Probability in [0, 1) that the adapter is left out for the whole batch, without rescaling (sd-scripts).
-        init: "kaiming" (uniform, a = sqrt 5) or "gaussian" (deviation 1 / rank) for D; U starts at 0. Embeddings start with D = 0, U ~ N(0, 1).
+        init: "kaiming" (uniform, a = sqrt 5) or "gaussian" (deviation 1 / rank) for D; U starts at 0. Embeddings start with D = 0 and a
+            standard normal U.
         bias: Whether U has a bias; it is scaled by s too.
 
     Raises:
@@ -148,11 +149,11 @@ class LoRA(Method):
         return y
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
-        """W + s U D."""
+        """The weight, W + s U D."""
         return (weight + layer.compose(p["down"], p["up"] * p["scale"])).to(weight.dtype)
 
     def adapt_bias(self, bias: Tensor | None, p: Mapping[str, Tensor], layer: Layer) -> Tensor | None:
-        """b + s ``up_bias``."""
+        """The bias, b + s ``up_bias``."""
         if "up_bias" not in p:
             return bias
         change = p["up_bias"] * p["scale"]

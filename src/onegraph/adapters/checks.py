@@ -1,0 +1,97 @@
+"""What is refused before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from onegraph.adapters.plan import Plan
+from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nearest
+from onegraph.layers import Layer
+from onegraph.methods import Method
+
+
+def check_name(name: str, taken: Collection[str]) -> None:
+    """A name that can be a folder, and is free."""
+    if not isinstance(name, str) or not name or name != name.strip() or "/" in name or "\\" in name:
+        raise AdapterError(
+            f"{name!r} is not a name for an adapter",
+            why="Names become folders when adapters are saved: letters, digits, - and _ are safe.",
+            code="adapter-name",
+        )
+    if name in taken:
+        raise AdapterError(
+            f"there is an adapter {name!r} already",
+            why="Adding another under its name would lose it.",
+            hint=f"another name, or delete({name!r}) first",
+            code="adapter-exists",
+        )
+
+
+def check_capacity(plan: Plan, capacity: int | None) -> None:
+    """Every rank of the plan fits."""
+    if capacity is None:
+        return
+    if capacity < 1:
+        raise ConfigurationError(f"capacity={capacity} is not a rank", hint="a whole number, 1 or more", code="capacity")
+    for entry in plan:
+        if entry.rank is not None and entry.rank > capacity:
+            raise AdapterError(
+                f"{entry.path}: rank {entry.rank} is above the capacity of {capacity}",
+                why="The capacity is the rank that all adapters are padded to; none can be larger.",
+                hint=f"capacity={entry.rank} or more, or leave capacity out",
+                code="rank-above-capacity",
+            )
+
+
+def check_finite(number: float, what: str) -> None:
+    """No NaN, no infinity."""
+    if not math.isfinite(number):
+        raise AdapterError(f"{what} is {number}", why="It multiplies or masks activations: it has to be finite.", code="not-finite-value")
+
+
+def unknown_setting(method: str, setting: str, known: Collection[str]) -> OnegraphError:
+    """The error for a setting that isn't there."""
+    return AdapterError(
+        f"{method} keeps no setting {setting!r} here",
+        why="Settings that no adapter uses are not in the graph.",
+        hint=f"there are {', '.join(sorted(known))}" if known else "",
+        code="unknown-setting",
+    )
+
+
+def check_tensors(
+    name: str, expected: Mapping[str, tuple[Method, Layer]], tensors: Mapping[str, Mapping[str, Tensor]], *, partial: bool
+) -> None:
+    """Every tensor belongs to the adapter and has its shape, and, unless ``partial``, none is missing."""
+    problems: list[AdapterError] = []
+    for path in tensors:
+        if path not in expected:
+            close = nearest(path, expected)
+            hint = f"did you mean {close[0]}?" if close else ""
+            problems.append(AdapterError(f"adapter {name!r} is not on {path!r}", hint=hint, code="tensor-unknown"))
+    for path, (method, layer) in expected.items():
+        specs = method.parameters(layer)
+        given = tensors.get(path, {})
+        for key, value in given.items():
+            if key not in specs:
+                hint = f"it has {', '.join(specs)}"
+                problems.append(AdapterError(f"{path}: {method.name} has no tensor {key!r}", hint=hint, code="tensor-unknown"))
+            elif tuple(value.shape) != specs[key].shape:
+                what = f"{path}.{key} has shape {tuple(value.shape)}, not {specs[key].shape}"
+                problems.append(AdapterError(what, why=f"That is the shape of {method} on this layer.", code="tensor-shape"))
+        missing = [key for key in specs if key not in given]
+        if missing and not partial:
+            problems.append(AdapterError(f"{path}: no tensor for {', '.join(missing)}", code="tensor-missing"))
+    if not problems:
+        return
+    first = problems[0]
+    more = [f"- {problem.what}" for problem in problems[:5]] + ([f"- and {len(problems) - 5} more"] if len(problems) > 5 else [])
+    raise AdapterError(
+        first.what if len(problems) == 1 else f"{len(problems)} tensors don't fit adapter {name!r}:\n" + "\n".join(more),
+        why=first.why,
+        hint=first.hint,
+        code=first.code,
+    )
