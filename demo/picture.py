@@ -44,7 +44,16 @@ def draw(path: Path, rows: Sequence[Row], subjects: Sequence[str], losses: Mappi
     figure = plt.figure(figsize=(width, COLUMN_INCHES * num_lines + CURVE_INCHES + 1.5), facecolor="white")
     figure.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12, fontweight="bold", color=INK)
     grid = GridSpec(
-        num_lines + 1, len(subjects), figure=figure, height_ratios=heights, left=0.17, right=0.985, top=0.915, bottom=0.085, hspace=0.07, wspace=0.05
+        num_lines + 1,
+        len(subjects),
+        figure=figure,
+        height_ratios=heights,
+        left=0.17,
+        right=0.985,
+        top=0.915,
+        bottom=0.085,
+        hspace=0.07,
+        wspace=0.05,
     )
     for index, row in enumerate(rows):
         for offset, (when, images) in enumerate((("before", row.before), ("after", row.after))):

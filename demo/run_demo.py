@@ -1,0 +1,190 @@
+"""Trains a LoRA on the demo images under inductor, then draws the same prompts without and with it, and the loss.
+
+Run by ``bash scripts/demo``. Arguments that are not the demo's own go to the trainer: ``bash scripts/demo --max_train_steps=50``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL.Image import Image
+
+DEMO = Path(__file__).resolve().parent
+ROOT = DEMO.parent
+MODEL = DEMO / "model" / "tiny-sd.safetensors"
+IMAGES = DEMO / "images"
+ACCELERATE_CONFIG = DEMO / "accelerate.yaml"
+
+# The recipe: the one place where the demo's training is set.
+RECIPE = [
+    "--network_module=networks.lora",
+    "--network_dim=16",
+    "--network_alpha=16",
+    "--resolution=128,128",
+    "--train_batch_size=4",
+    "--learning_rate=1e-3",
+    "--max_train_steps=300",
+    "--mixed_precision=no",
+    "--cache_latents",
+    "--seed=1",
+    "--save_precision=fp16",
+    "--save_model_as=safetensors",
+]
+
+SUBJECTS = ["red apple", "cat face", "hamburger", "bear", "tiger face", "frog"]
+STYLES = {"a flat emoji of": "the style it was trained on", "a 3d emoji of": "the style it knew before"}
+SIZE = 128
+NUM_SAMPLE_STEPS = 30
+GUIDANCE = 4.0
+SEED = 5
+LOSS_CURVE = "loss/current"
+
+# Lines of the trainer's log that tell how long things took.
+TIMING = re.compile(r"compil|graph|recompile|s/it|seconds|\bmemory\b", re.IGNORECASE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "demo-output", help="folder for the results (default: demo-output)")
+    parser.add_argument("--readme", action="store_true", help="also copy the picture to docs/images/demo.png")
+    arguments, trainer_flags = parser.parse_known_args()
+
+    missing = [path for path in (MODEL, IMAGES, ACCELERATE_CONFIG) if not path.exists()]
+    if missing:
+        print(f"demo: {missing[0]} isn't there.\n\nhint: it is part of the repository: git checkout -- demo", file=sys.stderr)
+        return 1
+
+    output = arguments.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    status = train(output, trainer_flags)
+    if status != 0:
+        print(f"demo: training ended with status {status}; its log is {output / 'train.log'}", file=sys.stderr)
+        return status
+    trained = time.monotonic()
+    picture = output / "demo.png"
+    draw_picture(output, picture)
+    finished = time.monotonic()
+    if arguments.readme:
+        target = ROOT / "docs" / "images" / "demo.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, target)
+
+    print()
+    print("what the trainer measured:")
+    for line in timing_lines((output / "train.log").read_text(encoding="utf-8")):
+        print(f"  {line}")
+    print()
+    print(f"training took {trained - started:.0f} s with everything, drawing {finished - trained:.0f} s")
+    print(f"picture  {picture}")
+    print(f"LoRA     {output / 'last.safetensors'}")
+    print(f"log      {output / 'train.log'}")
+    print(f"curves   {Path(sys.executable).parent / 'tensorboard'} --logdir {output / 'logs'}")
+    return 0
+
+
+def train(output: Path, trainer_flags: Sequence[str]) -> int:
+    """Runs the trainer through accelerate, as a user would; what it says is shown and kept in train.log."""
+    shutil.rmtree(output / "logs", ignore_errors=True)
+    command = [
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        f"--config_file={ACCELERATE_CONFIG}",
+        "-m",
+        "onegraph.train_network",
+        f"--pretrained_model_name_or_path={MODEL}",
+        f"--train_data_dir={IMAGES}",
+        f"--output_dir={output}",
+        f"--logging_dir={output / 'logs'}",
+        *RECIPE,
+        *trainer_flags,
+    ]
+    environment = dict(os.environ)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor-cache"))
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"
+    print("demo:", " \\\n  ".join(command), flush=True)
+    with (output / "train.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                log.write(line)
+        except KeyboardInterrupt:
+            # The trainer got the same signal and saves what it has.
+            pass
+        return process.wait()
+
+
+def timing_lines(log: str) -> list[str]:
+    """The lines of a training log with times and counts, without the progress lines."""
+    return [line.rstrip() for line in log.splitlines() if TIMING.search(line) and not line.startswith("step ")]
+
+
+def draw_picture(output: Path, picture: Path) -> None:
+    """Samples without and with the new LoRA, the same prompts and seeds, and writes the picture."""
+    import picture as layout
+    from onegraph.checkpoint import load_parts, read
+    from onegraph.training.diffusion.base_model import load_base_model
+    from onegraph.training.diffusion.sampling import SamplePrompt, sample
+
+    network = output / "last.safetensors"
+    trained = read(network).metadata
+    clip_skip = None if trained["ss_clip_skip"] == "None" else int(trained["ss_clip_skip"])
+    prompts = [SamplePrompt(prompt=f"{style} {subject}", seed=SEED + number) for style in STYLES for number, subject in enumerate(SUBJECTS)]
+    print(f"demo: drawing {len(prompts)} prompts without and with {network.name}", flush=True)
+    base = load_base_model(MODEL)
+
+    def draw() -> list[Image]:
+        return sample(base, prompts, width=SIZE, height=SIZE, steps=NUM_SAMPLE_STEPS, guidance=GUIDANCE, clip_skip=clip_skip)
+
+    before = draw()
+    load_parts({"unet": base.unet, "text_encoder": base.text_encoder}, network)
+    after = draw()
+    columns = len(SUBJECTS)
+    rows = [
+        layout.Row(style, remark, before[start : start + columns], after[start : start + columns])
+        for start, (style, remark) in zip(range(0, len(prompts), columns), STYLES.items(), strict=True)
+    ]
+    layout.draw(
+        picture,
+        rows,
+        SUBJECTS,
+        read_losses(output / "logs"),
+        title=f"A LoRA after {trained['ss_steps']} steps, compiled by inductor",
+        footnote=(
+            f"rank {trained['ss_network_dim']}, learning rate {trained['ss_learning_rate']}, batches of {trained['ss_total_batch_size']}, "
+            f"{SIZE} x {SIZE} pixels. Before and after: the same seeds, {NUM_SAMPLE_STEPS} DDIM steps, guidance {GUIDANCE:g}."
+        ),
+    )
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, from the TensorBoard files of the run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses: dict[int, float] = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*")):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        if LOSS_CURVE in events.Tags()["scalars"]:
+            losses.update({event.step: event.value for event in events.Scalars(LOSS_CURVE)})
+    if not losses:
+        raise SystemExit(f"demo: no curve {LOSS_CURVE!r} in the TensorBoard files in {folder}")
+    return dict(sorted(losses.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
