@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from onegraph.adapters import adapters_of as adapters_of
     from onegraph.adapters import attach as attach
     from onegraph.checking import check as check
+    from onegraph.checkpoint import load as load
+    from onegraph.checkpoint import save as save
     from onegraph.compiling import compile as compile
     from onegraph.methods import LoRA as LoRA
 
@@ -24,10 +26,12 @@ _PUBLIC = {
     "attach": "onegraph.adapters",
     "check": "onegraph.checking",
     "compile": "onegraph.compiling",
+    "load": "onegraph.checkpoint",
+    "save": "onegraph.checkpoint",
 }
 _ROOMS = ("errors",)
 
-__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "check", "compile", "errors"]
+__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "check", "compile", "errors", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

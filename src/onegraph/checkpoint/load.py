@@ -15,6 +15,7 @@ from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.checkpoint.dialects import kohya
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.matching import Placement, fit
+from onegraph.checkpoint.origin import remember
 from onegraph.checkpoint.reading import read
 from onegraph.errors import AdapterError, CheckpointError
 from onegraph.layers import Layer
@@ -127,6 +128,8 @@ def _put(model: nn.Module, placement: Placement, name: str, file: AdapterFile) -
     except BaseException:
         take_back()
         raise
+    if file.format == "peft":
+        remember(adapters, name, file.config)
     return adapters, take_back
 
 

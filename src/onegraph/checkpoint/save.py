@@ -18,6 +18,7 @@ from onegraph.checkpoint.container import cast, serialise, write_bytes
 from onegraph.checkpoint.detection import check_format, family_of_model
 from onegraph.checkpoint.dialects import diffusers, kohya, native, peft, peft_config
 from onegraph.checkpoint.keys import file_paths, first_ten
+from onegraph.checkpoint.origin import remembered
 from onegraph.errors import AdapterError, CheckpointError
 from onegraph.methods import LoRA, Method
 
@@ -159,7 +160,8 @@ def _save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.
         }
         flat |= _embedding_weights(adapters, adapter)
         contents[place / peft.WEIGHTS_NAME] = serialise(cast(flat, dtype, f"adapter {adapter!r}"), {"format": "pt"})
-        config = _peft_config(adapters, loras, {**_model_fields(adapters.model), **fields})
+        given = {**remembered(adapters, adapter), **fields}
+        config = _peft_config(adapters, loras, {**_model_fields(adapters.model, given.get("task_type")), **given})
         contents[place / peft.CONFIG_NAME] = peft_config.dump_config(config)
     for place in {path.parent for path in contents}:
         make_folder(place)
@@ -243,11 +245,12 @@ def _peft_config(adapters: Adapters, methods: Mapping[str, Method], fields: Mapp
     )
 
 
-def _model_fields(model: nn.Module) -> dict[str, object]:
-    """What PEFT records of the base model: its class, and the name it was loaded under."""
+def _model_fields(model: nn.Module, task_type: object) -> dict[str, object]:
+    """What PEFT records of the base model: the name it was loaded under, and its class where no task type says how to find it."""
     base = unwrapped(model)
+    mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     return {
-        "auto_mapping": {"base_model_class": type(base).__name__, "parent_library": type(base).__module__},
+        "auto_mapping": mapping if task_type is None else None,
         "base_model_name_or_path": base.__dict__.get("name_or_path") or None,
     }
 

@@ -204,7 +204,7 @@ def config_of(
         extra: Further fields, such as ``task_type``; they win.
     """
     rank, alpha = patterns_of(ranks), patterns_of(alphas)
-    values = {
+    return {
         **DEFAULTS,
         "r": int(rank.default),
         "rank_pattern": {path: int(value) for path, value in rank.exceptions.items()},
@@ -217,9 +217,6 @@ def config_of(
         "target_modules": targets_of(ranks.keys(), all_paths),
         **extra,
     }
-    if values["task_type"] is not None and "auto_mapping" not in extra:
-        values["auto_mapping"] = None
-    return values
 
 
 def dump_config(config: Mapping[str, object]) -> bytes:
