@@ -21,8 +21,7 @@ class ModelSettings:
     path: str = setting("", "base model: a .safetensors or .ckpt file, a diffusers folder, or a hub name")
     config: str | None = setting(None, "folder with the diffusers configuration of a single file of unusual shape")
     vae: str | None = setting(None, "another VAE: a file or a diffusers folder; the base model's own when absent")
-    v2: bool | None = setting(None, "True: the file must be Stable Diffusion 2.x; found from the file when absent")
-    tokenizer: str | None = setting(None, "folder with vocab.json and merges.txt; the packaged CLIP vocabulary when absent")
+    v2: bool | None = setting(None, "the file must be Stable Diffusion 2.x; found from the file when absent")
     clip_skip: int | None = setting(
         None, "use the text encoder's layer counted from the end, then its final norm (1 is the last)", low=1, high=12
     )
@@ -35,9 +34,6 @@ class DataSettings:
 
     train_data_dir: str | None = setting(None, "parent of the N_words folders: N repeats, the words are the fallback caption")
     reg_data_dir: str | None = setting(None, "parent of the N_words folders with regularisation images")
-    in_json: str | None = setting(None, "JSON metadata file: image -> caption, tags")
-    dataset_config: str | None = setting(None, "TOML file that describes the data sets")
-    dataset_repeats: int = setting(1, "times each image of in_json appears in an epoch", low=1)
     resolution: tuple[int, int] = setting((512, 512), "width, height in pixels, both divisible by 8", low=64, high=8192)
     batch_size: int = setting(1, "images in a batch", low=1)
     caption_extension: str = setting(".caption", "file name ending of the caption beside an image")
@@ -50,9 +46,8 @@ class DataSettings:
     caption_dropout_rate: float = setting(0.0, "share of captions replaced by the empty one", low=0.0, high=1.0)
     caption_dropout_every_n_epochs: int = setting(0, "every Nth epoch has empty captions; 0: none", low=0)
     caption_tag_dropout_rate: float = setting(0.0, "share of tags left out", low=0.0, high=1.0)
-    weighted_captions: bool = setting(False, "read (word:1.2) and [word] in captions as weights")
     flip: bool = setting(False, "mirror half of the images left to right")
-    color_augmentation: bool = setting(False, "change the colours of images a little each time; not with cached latents")
+    color_augmentation: bool = setting(False, "change the colours of images a little each time; not supported yet", choices=(False,))
     random_crop: bool = setting(False, "crop at a random place instead of the centre; not with cached latents")
     enable_bucket: bool = setting(False, "group images by aspect instead of cropping all to one size")
     min_bucket_reso: int = setting(256, "shortest side of a bucket in pixels", low=64)
@@ -62,6 +57,7 @@ class DataSettings:
     cache_latents: bool = setting(False, "encode every image once before training and keep the latents in memory")
     cache_latents_to_disk: bool = setting(False, "keep the latents in files beside the images; implies cache_latents")
     vae_batch_size: int = setting(1, "images encoded at a time while latents are cached", low=1)
+    num_workers: int = setting(2, "threads that load images when latents are not cached; 0 counts as 1", low=0, high=256)
     skip_bad_images: bool = setting(False, "go on without images that can't be read, and count them; else the first one stops the run")
 
 

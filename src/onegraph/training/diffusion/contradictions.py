@@ -45,18 +45,16 @@ def _model(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphEr
 
 def _data(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphError]:
     data = settings.data
-    if not (data.train_data_dir or data.dataset_config):
+    if not data.train_data_dir:
         yield _missing(label("data.train_data_dir"), "folder with the training images", f"add {label('data.train_data_dir')}=FOLDER")
     width, height = data.resolution
     if width % 8 or height % 8:
         near = f"{max(64, round(width / 8) * 8)},{max(64, round(height / 8) * 8)}"
         why = "The VAE makes one latent of 8 x 8 pixels."
         yield _problem(f"{label('data.resolution')} is {width},{height}: not divisible by 8", why, f"use {near}", "resolution")
-    if data.cache_latents or data.cache_latents_to_disk:
-        for name in ("color_augmentation", "random_crop"):
-            if getattr(data, name):
-                what = f"{label('data.' + name)} with {label('data.cache_latents')}"
-                yield _problem(what, "A cached latent is the same picture every time.", "leave out one of them")
+    if (data.cache_latents or data.cache_latents_to_disk) and data.random_crop:
+        what = f"{label('data.random_crop')} with {label('data.cache_latents')}"
+        yield _problem(what, "A cached latent is the same picture every time.", "leave out one of them")
     if data.enable_bucket:
         yield from _buckets(settings, label)
     if data.shuffle_caption is False and data.keep_tokens and not data.caption_tag_dropout_rate:

@@ -1,0 +1,1 @@
+"""The commands: what follows a program's name, and what it means."""
