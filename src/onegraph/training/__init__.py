@@ -1,0 +1,1 @@
+"""Training: data, recipes, loops and the state that resumes them."""

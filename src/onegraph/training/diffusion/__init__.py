@@ -1,0 +1,1 @@
+"""Stable Diffusion: base models, data set, recipe, loop, sampling."""
