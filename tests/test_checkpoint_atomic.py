@@ -53,7 +53,7 @@ def test_a_new_file_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 def test_a_link_keeps_pointing_where_it_points(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
-    atomic_write(tmp_path / "link", lambda path: path.write_bytes(b"new"))  # type: ignore[arg-type]
+    atomic_write(tmp_path / "link", lambda path: path.write_bytes(b"new"))
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_bytes() == b"new"
 
@@ -82,7 +82,7 @@ def test_too_little_free_space_is_found_before_anything_is_written(tmp_path: Pat
     assert "11 bytes" in str(raised.value)
     assert "10 bytes are free" in str(raised.value)
     assert "There was no file of that name before" in str(raised.value)
-    atomic_write(tmp_path / "adapter.bin", lambda path: path.write_bytes(b"0123456789"), num_bytes=10)  # type: ignore[arg-type]
+    atomic_write(tmp_path / "adapter.bin", lambda path: path.write_bytes(b"0123456789"), num_bytes=10)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_several_files_change_together_or_not_at_all(tmp_path: Path) -> None:
     first.write_bytes(b"old config")
     second.write_bytes(b"old weights")
     with pytest.raises(OutputError):
-        atomic_write_all({first: lambda path: path.write_bytes(b"new"), second: failing_with(errno.ENOSPC)})  # type: ignore[dict-item]
+        atomic_write_all({first: lambda path: path.write_bytes(b"new"), second: failing_with(errno.ENOSPC)})
     assert (first.read_bytes(), second.read_bytes()) == (b"old config", b"old weights")
     assert names(tmp_path) == ["config.json", "weights.bin"]
 

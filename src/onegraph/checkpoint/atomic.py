@@ -12,7 +12,10 @@ from pathlib import Path
 
 from onegraph.errors import OutputError
 
-Write = Callable[[Path], None]
+Write = Callable[[Path], object]
+
+# How torch.save reports that it couldn't write: by RuntimeErrors without a number.
+_TORCH_WRITER_MARKS = ("PytorchStreamWriter failed", "inline_container", "iostream error")
 
 
 def atomic_write(path: str | os.PathLike[str], write: Write, *, num_bytes: int | None = None) -> None:
@@ -121,7 +124,7 @@ def _explained(path: Path, temporary: Path, num_bytes: int | None) -> Iterator[N
         if type(error).__name__ == "SafetensorError" and "os error" in str(error).lower():
             number = errno.ENOSPC if "os error 28" in str(error).lower() else errno.EIO
             raise _output_error(path, OSError(number, str(error)), temporary, num_bytes) from error
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter failed" in str(error):
+        if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _TORCH_WRITER_MARKS):
             raise _output_error(path, OSError(errno.ENOSPC, str(error)), temporary, num_bytes) from error
         raise
 
