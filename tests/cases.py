@@ -1,0 +1,96 @@
+"""The one table of methods x layers. A new method is a row of METHODS, a new kind of layer a row of LAYERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from onegraph.layers import Layer, describe
+from onegraph.methods import LoRA, Method
+from reference.lora import lora
+
+Reference = Callable[[nn.Module, NDArray[np.float64], Mapping[str, NDArray[np.float64]], float], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A small layer and an input for it."""
+
+    module: Callable[[], nn.Module]
+    x: Callable[[], Tensor]
+
+
+LAYERS: dict[str, LayerCase] = {
+    "linear": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(2, 3, 5)),
+    "linear-no-bias": LayerCase(lambda: nn.Linear(5, 7, bias=False), lambda: torch.randn(3, 5)),
+    "linear-vector": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(5)),
+    "embedding": LayerCase(lambda: nn.Embedding(9, 6), lambda: torch.randint(0, 9, (2, 4))),
+    "embedding-padding": LayerCase(lambda: nn.Embedding(9, 6, padding_idx=2), lambda: torch.tensor([[0, 2, 5], [8, 2, 2]])),
+    "conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3, padding=1), lambda: torch.randn(2, 4, 5)),
+    "conv1d-same-dilated": LayerCase(lambda: nn.Conv1d(4, 6, 4, padding="same", dilation=2), lambda: torch.randn(2, 4, 9)),
+    "conv2d-1x1": LayerCase(lambda: nn.Conv2d(4, 6, 1), lambda: torch.randn(2, 4, 3, 3)),
+    "conv2d-3x3": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1), lambda: torch.randn(2, 4, 4, 3)),
+    "conv2d-stride": LayerCase(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False), lambda: torch.randn(1, 4, 5, 4)),
+    "conv2d-grouped": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), lambda: torch.randn(2, 4, 3, 3)),
+    "conv2d-dilated": LayerCase(lambda: nn.Conv2d(4, 6, (3, 2), dilation=(2, 1)), lambda: torch.randn(1, 4, 6, 4)),
+    "conv2d-reflect": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), lambda: torch.randn(1, 4, 4, 4)),
+    "conv2d-circular": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), lambda: torch.randn(1, 4, 4, 3)),
+    "conv2d-replicate": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate"), lambda: torch.randn(1, 4, 4, 3)),
+    "conv3d": LayerCase(lambda: nn.Conv3d(2, 4, (1, 3, 2), stride=(1, 2, 1), padding=(0, 1, 0)), lambda: torch.randn(1, 2, 2, 4, 3)),
+}
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A method with settings worth testing, and its float64 reference."""
+
+    method: Method
+    reference: Reference
+    strength: float  # what the reference takes as its scale
+
+
+METHODS: dict[str, MethodCase] = {
+    "lora": MethodCase(LoRA(rank=4, alpha=8.0), lora, 2.0),
+    "lora-rslora": MethodCase(LoRA(rank=4, alpha=3.0, rslora=True), lora, 1.5),
+    "lora-bias": MethodCase(LoRA(rank=2, bias=True), lora, 1.0),
+    "lora-gaussian": MethodCase(LoRA(rank=6, alpha=-2.0, init="gaussian"), lora, -1 / 3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method on one layer, in float64, with every tensor at random values."""
+
+    method_case: MethodCase
+    layer_case: LayerCase
+
+    @property
+    def method(self) -> Method:
+        return self.method_case.method
+
+    def build(self) -> tuple[nn.Module, Layer, Tensor, dict[str, Tensor]]:
+        """The module, its description, an input, and all tensors of the method: random parameters, and settings."""
+        module = self.layer_case.module().double().requires_grad_(False)
+        layer = describe(module)
+        assert layer is not None
+        x = self.layer_case.x()
+        if x.is_floating_point():
+            x = x.double()
+        p = {name: torch.randn(spec.shape, dtype=torch.float64) for name, spec in self.method.parameters(layer).items()}
+        p |= {name: torch.tensor(value, dtype=torch.float64) for name, value in self.method.settings(layer).items()}
+        return module, layer, x, p
+
+    def run(self, module: nn.Module, layer: Layer, x: Tensor, p: Mapping[str, Tensor], *, training: bool = False) -> Tensor:
+        """What an adapted layer does."""
+        x = self.method.before(x, p, layer, training=training)
+        return self.method.after(x, module(x), p, layer, training=training)
+
+
+CASES: dict[str, Case] = {
+    f"{method}-on-{layer}": Case(method_case, layer_case) for method, method_case in METHODS.items() for layer, layer_case in LAYERS.items()
+}

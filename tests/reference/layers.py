@@ -1,0 +1,50 @@
+"""What the layers compute, point by point."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+Array = NDArray[np.float64]
+
+_PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    y = np.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + bias
+
+
+def embedding(ids: NDArray[np.int64], table: Array) -> Array:
+    one_hot = (ids[..., None] == np.arange(table.shape[0])).astype(np.float64)
+    return one_hot @ table
+
+
+def convolution(x: Array, weight: Array, bias: Array | None, module: nn.Module, groups: int) -> Array:
+    """X (B, I, *space) with the stride, padding, dilation and padding mode of ``module``."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    kernel = weight.shape[2:]
+    if module.padding == "same":
+        spans = [d * (k - 1) for d, k in zip(module.dilation, kernel)]
+        edges = [(span // 2, span - span // 2) for span in spans]
+    elif module.padding == "valid":
+        edges = [(0, 0) for _ in kernel]
+    else:
+        edges = [(p, p) for p in module.padding]
+    x = np.pad(x, [(0, 0), (0, 0), *edges], mode=_PADDING[module.padding_mode])
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, d, s in zip(x.shape[2:], kernel, module.dilation, module.stride)]
+    y = np.zeros((x.shape[0], weight.shape[0], *sizes))
+    ins, outs = x.shape[1] // groups, weight.shape[0] // groups
+    for out in range(weight.shape[0]):
+        group = out // outs
+        for where in itertools.product(*(range(size) for size in sizes)):
+            for point in itertools.product(*(range(k) for k in kernel)):
+                at = tuple(w * s + p * d for w, s, p, d in zip(where, module.stride, point, module.dilation))
+                for channel in range(ins):
+                    y[(slice(None), out, *where)] += x[(slice(None), group * ins + channel, *at)] * weight[(out, channel, *point)]
+    if bias is not None:
+        y += bias.reshape(1, -1, *(1 for _ in kernel))
+    return y
