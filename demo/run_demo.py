@@ -40,7 +40,7 @@ RECIPE = [
 ]
 
 SUBJECTS = ["red apple", "cat face", "hamburger", "bear", "tiger face", "frog"]
-STYLES = {"a flat emoji of": "the style it was trained on", "a 3d emoji of": "the style it knew before"}
+STYLES = {"a flat emoji of": "the training images' style", "a 3d emoji of": "the model's own style"}
 SIZE = 128
 NUM_SAMPLE_STEPS = 30
 GUIDANCE = 4.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import tomllib
@@ -232,3 +233,29 @@ def test_every_backend_is_in_the_table(document: str) -> None:
     hardware = {"hpu_backend", "neuron"}  # named in the error text only: each needs its own machine
     aliases = {"torch_tensorrt"} if document == "README.md" else set()
     assert sorted(set(BACKENDS) - named - hardware - aliases) == []
+
+
+def test_the_list_of_flags_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("write_flags", ROOT / "scripts" / "write_flags.py")
+    assert spec is not None
+    assert spec.loader is not None
+    write_flags = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write_flags)
+    page = write_flags.PAGE.read_text(encoding="utf-8")
+    assert page == write_flags.page(), "the flags have changed: .venv/bin/python scripts/write_flags.py"
+    assert page.count("| `--") > 100
+
+
+FLAG_IN_TEXT = re.compile(r"(?<![\w-])--([a-z]\w+)")
+LAUNCH_FLAGS = {"config_file"}  # accelerate's, before -m
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/training-diffusion.md", "docs/compile.md", "demo/run_demo.py"])
+def test_a_mentioned_flag_is_one_that_the_command_takes(document: str) -> None:
+    from onegraph.cli.sd_table import FLAGS
+
+    text = (ROOT / document).read_text(encoding="utf-8").partition("### Known and not supported")[0]
+    options_of_others = {"dev", "fix", "readme", "output", "logdir", "flag"}
+    mentioned = set(FLAG_IN_TEXT.findall(text)) - options_of_others
+    assert {"mixed_precision"} <= mentioned or document == "docs/compile.md"
+    assert sorted(name for name in mentioned - LAUNCH_FLAGS if name not in FLAGS or FLAGS[name].refusal) == []
