@@ -70,7 +70,7 @@ def test_without_buckets_there_is_one_size() -> None:
 
 
 def test_predefined_buckets_of_512() -> None:
-    # Worked out by hand: for each width in steps of 64 the tallest height in steps of 64 with at most 512 * 512 pixels, and both ways round.
+    # Worked out by hand: for each width in steps of 64 the tallest height in steps of 64 with at most 512 * 512 pixels; both ways round.
     tall = [(256, 832), (256, 896), (256, 960), (256, 1024), (320, 704), (320, 768), (384, 640), (448, 576)]
     assert buckets().sizes() == sorted([*tall, (512, 512), *((height, width) for width, height in tall)])
 
@@ -111,7 +111,7 @@ def test_image_goes_to_the_nearest_aspect_and_is_covered() -> None:
         assert placement.resized[0] == placement.size[0] or placement.resized[1] == placement.size[1]
 
 
-def test_exact_bucket_wins_over_an_equal_aspect() -> None:
+def test_image_of_a_buckets_size_stays_as_it_is() -> None:
     settings = buckets(bucket_reso_steps=64, min_bucket_reso=128)
     for size in settings.sizes():
         assert settings.place(*size).size == size

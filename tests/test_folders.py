@@ -7,6 +7,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -157,9 +158,10 @@ def test_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "1_x can't be read: Permission denied" in error.what
 
 
-def test_unicode_names_match_in_any_normal_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")], ids="-".join)
+def test_unicode_names_match_in_any_normal_form(tmp_path: Path, forms: tuple[Literal["NFC", "NFD"], Literal["NFC", "NFD"]]) -> None:
     folder = tmp_path / "3_日本 café"
-    touch(folder / unicodedata.normalize("NFC", "é.png"), folder / unicodedata.normalize("NFD", "é.caption"))
+    touch(folder / unicodedata.normalize(forms[0], "é.png"), folder / unicodedata.normalize(forms[1], "é.caption"))
     (subset,) = find_subsets(tmp_path)
     assert subset.words == "日本 café"
     assert subset.num_captions == 1

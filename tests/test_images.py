@@ -49,7 +49,7 @@ def checked(path: Path) -> CheckedImage:
 
 def colour(path: Path, x: int = 0, y: int = 0, size: tuple[int, int] = (8, 8)) -> tuple[int, ...]:
     pixel = load_image(path, size)[:, y, x]
-    return tuple(int(round(value)) for value in ((pixel + 1) * 127.5).tolist())
+    return tuple(round(value) for value in ((pixel + 1) * 127.5).tolist())
 
 
 def chunk(name: bytes, data: bytes) -> bytes:

@@ -151,8 +151,7 @@ class BucketSettings:
             return self._place_without_enlarging(width, height)
         sizes = self.sizes()
         aspect = width / height
-        # An exact match first, as rounding can give two buckets the same aspect.
-        best = (width, height) if (width, height) in sizes else min(sizes, key=lambda size: abs(size[0] / size[1] - aspect))
+        best = min(sizes, key=lambda size: abs(size[0] / size[1] - aspect))
         return Placement(best, cover((width, height), best))
 
     def _place_without_enlarging(self, width: int, height: int) -> Placement:

@@ -150,8 +150,8 @@ class LatentCache:
                 num_from_disk, done = num_from_disk + 1, done + 1
                 if progress is not None:
                     progress(done, total)
-        if wanted:
-            self._vae.to(dtype=self._dtype)
+        if wanted and any(parameter.dtype != self._dtype for parameter in self._vae.parameters()):
+            nn.Module.to(self._vae, dtype=self._dtype)  # diffusers' own `to` warns about every cast
         for batch in _batches_of_one_size(wanted.values(), self.batch_size):
             for encoding, mean, std in self._encode(batch):
                 if self.folder is not None:
