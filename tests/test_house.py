@@ -9,7 +9,6 @@ import importlib.util
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import onegraph
-from onegraph.compiling import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "onegraph"
 MODULES = sorted(SOURCE.rglob("*.py"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = [ROOT / "scripts" / name for name in ("setup", "check", "test", "demo")] + [ROOT / ".ci" / "run"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -180,82 +177,3 @@ def test_the_demo_configuration_is_one_that_accelerate_reads() -> None:
     config = load_config_from_file(str(ROOT / "demo" / "accelerate.yaml"))
     assert config.dynamo_config == {"dynamo_backend": "INDUCTOR"}
     assert config.use_cpu
-
-
-# The documents
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=label)
-def test_links_and_commands_lead_somewhere(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in link]
-    scripts = re.findall(r"bash (scripts/\w+)", text)
-    missing = [link for link in links if not (document.parent / link).exists()] + [name for name in scripts if not (ROOT / name).is_file()]
-    assert missing == []
-
-
-def python_blocks() -> Iterator[str]:
-    for document in DOCUMENTS:
-        if document.name == "architecture.md":
-            continue  # signatures, not programs
-        yield from re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def test_documented_names_exist() -> None:
-    from onegraph.adapters import Adapters
-
-    blocks = list(python_blocks())
-    used = {
-        (node.value.id, node.attr)
-        for block in blocks
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    public = {name for owner, name in used if owner == "og"}
-    methods = {name for owner, name in used if owner == "adapters"}
-    assert {"attach", "LoRA", "compile", "load", "check"} <= public
-    assert [name for name in public if not hasattr(onegraph, name)] == []
-    # "plan", "names" and the like are set in __init__
-    known = {*dir(Adapters), *getattr(Adapters, "__annotations__", {}), *re.findall(r"self\.(\w+)", source_of(Adapters))}
-    assert [name for name in methods if name not in known] == []
-
-
-def source_of(kind: type) -> str:
-    module = importlib.import_module(kind.__module__)
-    assert module.__file__ is not None
-    return Path(module.__file__).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/compile.md"])
-def test_every_backend_is_in_the_table(document: str) -> None:
-    table = (ROOT / document).read_text(encoding="utf-8").partition("## Backends")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", table))
-    hardware = {"hpu_backend", "neuron"}  # named in the error text only: each needs its own machine
-    aliases = {"torch_tensorrt"} if document == "README.md" else set()
-    assert sorted(set(BACKENDS) - named - hardware - aliases) == []
-
-
-def test_the_list_of_flags_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("write_flags", ROOT / "scripts" / "write_flags.py")
-    assert spec is not None
-    assert spec.loader is not None
-    write_flags = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(write_flags)
-    page = write_flags.PAGE.read_text(encoding="utf-8")
-    assert page == write_flags.page(), "the flags have changed: .venv/bin/python scripts/write_flags.py"
-    assert page.count("| `--") > 100
-
-
-FLAG_IN_TEXT = re.compile(r"(?<![\w-])--([a-z]\w+)")
-LAUNCH_FLAGS = {"config_file"}  # accelerate's, before -m
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/training-diffusion.md", "docs/compile.md", "demo/run_demo.py"])
-def test_a_mentioned_flag_is_one_that_the_command_takes(document: str) -> None:
-    from onegraph.cli.sd_table import FLAGS
-
-    text = (ROOT / document).read_text(encoding="utf-8").partition("### Known and not supported")[0]
-    options_of_others = {"dev", "fix", "readme", "output", "logdir", "flag"}
-    mentioned = set(FLAG_IN_TEXT.findall(text)) - options_of_others
-    assert {"mixed_precision"} <= mentioned or document == "docs/compile.md"
-    assert sorted(name for name in mentioned - LAUNCH_FLAGS if name not in FLAGS or FLAGS[name].refusal) == []
