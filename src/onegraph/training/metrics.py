@@ -117,6 +117,7 @@ class ProgressDisplay:
         total: Optimiser steps of the whole run.
         done: Steps that a resumed run has behind it.
         num_epochs: Shown beside the epoch.
+        quiet: No bar and no lines of progress; ``say`` still prints.
         stream: Where to write; standard error when omitted.
         clock: Seconds that only go forward.
     """
@@ -127,18 +128,20 @@ class ProgressDisplay:
         *,
         done: int = 0,
         num_epochs: int = 1,
+        quiet: bool = False,
         stream: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total = total
         self.num_epochs = num_epochs
+        self.quiet = quiet
         self._clock = clock
         self._started = clock()
         self._last_line: float | None = None
         self._console = Console(file=stream if stream is not None else sys.stderr, highlight=False, markup=False, emoji=False)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not quiet:
             columns = (
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=24),
@@ -150,6 +153,8 @@ class ProgressDisplay:
 
     def update(self, step: int, epoch: int, loss: float, rates: Mapping[str, float], timings: Timings) -> None:
         """Shows the state after optimiser step ``step`` (counted from 1)."""
+        if self.quiet:
+            return
         rate = timings.seconds_per_step
         parts = [f"epoch {epoch}/{self.num_epochs}", f"loss {loss:.4g}", _rates_text(rates)]
         parts += [f"{rate:.3g} s/it" if rate is not None else "- s/it", f"ETA {duration(timings.remaining_seconds(self.total - step))}"]
@@ -217,6 +222,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def run_folder(logging_folder: Path, prefix: str, started_at: float) -> Path:
-    """``LOGS/{prefix}{YYYYmmddHHMMSS}/network_train``, the place where the field's tools look for a run."""
-    return logging_folder / (prefix + time.strftime("%Y%m%d%H%M%S", time.localtime(started_at))) / "network_train"
+def run_folder(logging_folder: Path, prefix: str, started_at: float, name: str = "network_train") -> Path:
+    """``LOGS/{prefix}{YYYYmmddHHMMSS}/{name}``, the place where the field's tools look for a run."""
+    return logging_folder / (prefix + time.strftime("%Y%m%d%H%M%S", time.localtime(started_at))) / name

@@ -34,8 +34,9 @@ FREE_BRANCHES = frozenset({"saving", "sampling", "logging", "compile", "notes"})
 
 FREE_SETTINGS = frozenset(
     {"run.resume", "run.seed", "model.path", "model.tokenizer", "model.config", "data.train_data_dir", "data.reg_data_dir"}
+    | {"data.skip_bad_images", "data.num_workers", "data.cache_latents_to_disk"}
 )
-"""Settings that may change because a fingerprint says whether what they name is still the same."""
+"""Settings that may change: where things are (fingerprints say whether they are still the same), and how they are read."""
 
 LENGTH_SETTINGS = frozenset({"run.max_train_steps", "run.max_train_epochs"})
 

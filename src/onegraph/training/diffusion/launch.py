@@ -1,0 +1,113 @@
+"""What this process was started with: accelerate's device and precision, the compile settings, one process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+from torch.amp import GradScaler
+
+from onegraph.compiling import CompileSettings, check_toolchain, resolve_settings
+from onegraph.errors import ConfigurationError
+from onegraph.training.diffusion.configuration import TrainingConfiguration
+
+PRECISIONS: Mapping[str, torch.dtype] = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The names of mixed precision -> what is computed in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where and how a run computes.
+
+    Args:
+        configuration: The settings, with the precision that accelerate decided filled in.
+        device: Where the models go.
+        precision: fp32, or the dtype of autocast and of the frozen weights.
+        scaler: For fp16 only.
+        compile_settings: How models are compiled, with the origin of each value.
+    """
+
+    configuration: TrainingConfiguration
+    device: torch.device
+    precision: torch.dtype
+    scaler: GradScaler | None
+    compile_settings: CompileSettings
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16`` or ``bf16``."""
+        return next(name for name, dtype in PRECISIONS.items() if dtype == self.precision)
+
+
+@contextlib.contextmanager
+def launched(configuration: TrainingConfiguration, environment: Mapping[str, str] | None = None) -> Iterator[Launch]:
+    """Reads accelerate's settings and checks them, the compiler included, before anything is loaded.
+
+    accelerate is told not to compile: what ``accelerate config`` says about dynamo is read here, and the models are compiled in place.
+
+    Raises:
+        ConfigurationError: All problems with the settings at once; ``several-processes``.
+        CompileError: A backend that can't run, a missing compiler.
+    """
+    environment = os.environ if environment is None else environment
+    _require_one_process(environment)
+    mixed = configuration.precision.mixed_precision or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() or "no"
+    if mixed not in PRECISIONS:
+        raise ConfigurationError(
+            f"mixed_precision is {mixed} (from ACCELERATE_MIXED_PRECISION)",
+            why="Adapters are trained in fp32, with frozen weights in fp32, bf16 or fp16.",
+            hint="--mixed_precision=bf16",
+            code="bad-value",
+        )
+    configuration = replace(configuration, precision=replace(configuration.precision, mixed_precision=mixed))
+    on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in {"1", "true", "yes"} or not torch.accelerator.is_available()
+    configuration.check("cpu" if on_cpu else None)
+    settings = resolve_settings(environment, flags=configuration.compile.flags())
+    check_toolchain(settings, device="cpu" if on_cpu else "cuda")
+    _quiet_libraries()
+    ours = not is_initialized()
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=mixed,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_plugin=TorchDynamoPlugin(backend="no", mode="default", dynamic=False, fullgraph=False, use_regional_compilation=False),
+    )
+    scaler = accelerator.scaler
+    if scaler is None and mixed == "fp16":
+        scaler = GradScaler(accelerator.device.type)  # accelerate has none for the CPU
+    try:
+        yield Launch(
+            configuration=configuration,
+            device=accelerator.device,
+            precision=PRECISIONS[mixed],
+            scaler=scaler,
+            compile_settings=settings,
+        )
+    finally:
+        if ours:
+            # accelerate keeps its state in the process and refuses another precision later: leave none behind
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _quiet_libraries() -> None:
+    """Notices that say nothing to someone who trains: missing optional kernels, empty lists of modules to keep in fp32."""
+    for name in ("bitsandbytes", "diffusers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _require_one_process(environment: Mapping[str, str]) -> None:
+    count = environment.get("WORLD_SIZE", "1")
+    if count not in ("", "1"):
+        raise ConfigurationError(
+            f"accelerate started {count} processes.",
+            why="Training in several processes is not supported yet.",
+            hint="accelerate launch --num_processes=1 --num_machines=1 -m onegraph.train_network ...",
+            code="several-processes",
+        )

@@ -1,0 +1,164 @@
+"""Before the first step: every shape of the run is compiled, and the compiled step is compared with eager."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.adapters import Adapters
+from onegraph.checking import Comparison, compare_step
+from onegraph.compiling import Compiled, CompileSettings, Watch, compile
+from onegraph.training.diffusion.batches import Batch, Batches
+from onegraph.training.diffusion.recipe import Draws, Recipe
+from onegraph.training.diffusion.state import random_states, restore_random_states
+
+LATENT_CHANNELS = 4
+PIXELS_PER_LATENT = 8
+
+
+@dataclass(kw_only=True)
+class WarmUp:
+    """What was compiled and how it compared; ``str()`` of it is the block to print before training.
+
+    Args:
+        settings: How it was compiled, with the origin of each value.
+        compiled: What was compiled.
+        watch: Counts on; its own warm-up has ended.
+        comparisons: What was compared, in words -> the result.
+        num_shapes: How many sizes the run's batches have.
+    """
+
+    settings: CompileSettings
+    compiled: Sequence[Compiled]
+    watch: Watch
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    num_shapes: int = 1
+
+    def __str__(self) -> str:
+        lines = ["compilation"]
+        rows = self.settings.describe()
+        width = max(len(value) for _, value, _ in rows)
+        lines += [f"  {name:<12}{value:<{width}}  ({origin})" for name, value, origin in rows]
+        lines += [f"  {'note':<12}{note}" for note in self.settings.notes]
+        if not self.settings.active:
+            return "\n".join([*lines, "  nothing is compiled: the models run eager"])
+        lines += [f"  {'compiled':<12}{compiled}" for compiled in self.compiled]
+        protections = sorted({name for compiled in self.compiled for name in compiled.protections})
+        if protections:
+            lines.append(f"  {'protection':<12}{', '.join(protections)}")
+        lines += [f"  {'check':<12}{what}: {comparison}" for what, comparison in self.comparisons.items()]
+        breaks = self.watch.breaks
+        lines.append(
+            f"  {'result':<12}{self.watch.graphs} graphs for {self.num_shapes} image size{'' if self.num_shapes == 1 else 's'}, "
+            f"{sum(breaks.values())} graph breaks, {len(self.watch.recompiles)} recompiles, {self.watch.compile_seconds:.1f} s compiling"
+        )
+        return "\n".join([*lines, *(f"  {'break':<12}{reason}" for reason in breaks)])
+
+
+def warm_up(
+    recipe: Recipe,
+    batches: Batches,
+    *,
+    settings: CompileSettings,
+    check: str,
+    parts: Mapping[str, Adapters],
+    parameters: Mapping[str, nn.Parameter],
+    models: Mapping[str, nn.Module],
+    gradient_checkpointing: bool,
+    say: Callable[[str], None],
+) -> WarmUp:
+    """Compiles the models in place and runs the step once for each size, so that nothing is left to compile.
+
+    The weights, the gradients and the random generators are afterwards what they were.
+
+    Args:
+        recipe: The step.
+        batches: The first real batch is compared; other sizes get made-up latents.
+        settings: How to compile.
+        check: ``off``, ``start`` (the first batch) or ``strict`` (every size).
+        parts: The adapters, whose dropouts are 0 during a comparison.
+        parameters: What is trained.
+        models: ``unet``, ``text_encoder``.
+        gradient_checkpointing: Compute activations again in backward, inside the graph.
+        say: Prints a line for the user.
+
+    Raises:
+        MismatchError: Compiled and eager differ.
+        CompileError: The backend failed.
+    """
+    compiled = [
+        # encode() calls the text encoder's layers, not the model: it is compiled by layers in either case
+        compile(
+            model, settings, gradient_checkpointing=gradient_checkpointing, regions="blocks" if name == "text_encoder" else settings.regions
+        )
+        for name, model in models.items()
+    ]
+    done = WarmUp(settings=settings, compiled=compiled, watch=Watch().start(), num_shapes=len(batches.sizes))
+    if settings.active:
+        say(f"compiling with {settings.backend} for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'} ...")
+        with _nothing_changed(parameters):
+            for number, draws in enumerate(_one_of_each_size(recipe, batches)):
+                if check == "strict" or (check == "start" and number == 0):
+                    height, width = (side * PIXELS_PER_LATENT for side in draws.noised.latents.shape[2:])
+                    done.comparisons[f"{width}x{height}"] = compare(recipe, draws, parts=parts, parameters=parameters, models=models)
+                else:
+                    torch.autograd.backward(recipe.loss(draws), inputs=list(parameters.values()))
+    done.watch.warm()
+    return done
+
+
+def compare(
+    recipe: Recipe, draws: Draws, *, parts: Mapping[str, Adapters], parameters: Mapping[str, nn.Parameter], models: Mapping[str, nn.Module]
+) -> Comparison:
+    """Compiled against eager on one batch.
+
+    Raises:
+        MismatchError: They differ; names the parameters.
+        NumericsError: Eager itself gives NaN or infinity.
+    """
+    comparison = compare_step(
+        lambda dtype: recipe.loss(draws, dtype),
+        parameters,
+        models=list(models.values()),
+        adapters=list(parts.values()),
+        precision=recipe.precision,
+    )
+    comparison.raise_if_wrong(
+        hint="--compile_regions=blocks; --dynamo_backend=aot_eager shows whether inductor is at fault; --dynamo_backend=no trains eager"
+    )
+    return comparison
+
+
+def _one_of_each_size(recipe: Recipe, batches: Batches) -> Iterator[Draws]:
+    """The first real batch, then one of each other size with made-up latents: only its shape counts."""
+    first = next(batches.epoch(0))
+    draws = recipe.draw(first, 0)
+    yield draws
+    seen = tuple(draws.noised.latents.shape[2:])
+    for width, height in batches.sizes:
+        shape = (height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT)
+        if shape != seen:
+            latents = torch.randn(batches.batch_size, LATENT_CHANNELS, *shape, generator=torch.Generator().manual_seed(0))
+            yield recipe.draw(_with_latents(first, latents), 0)
+
+
+def _with_latents(batch: Batch, latents: Tensor) -> Batch:
+    return Batch(
+        latents=latents, input_ids=batch["input_ids"], loss_weights=batch["loss_weights"], captions=batch["captions"], paths=batch["paths"]
+    )
+
+
+@contextlib.contextmanager
+def _nothing_changed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Afterwards the random generators are where they were, and no gradient is left."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+        for parameter in parameters.values():
+            parameter.grad = None
