@@ -30,7 +30,7 @@ ROOTS: dict[Part, str] = {"unet": PREFIXES["unet"], "vae": PREFIXES["vae"], "tex
 FOLDER_STEMS: dict[Part, str] = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
 # Lie beside a VAE's weights in the files its own training wrote.
 BESIDE_VAE = ("loss.", "model_ema.", "logvar", "discriminator.")
-SHOWN = 4
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -343,18 +343,19 @@ def _filled(part: Part, configuration: Mapping[str, Any], converted: Converted, 
         ) from error
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     leftover = [key for key in converted.leftover if part != "vae" or not key.startswith(BESIDE_VAE)]
-    problems = [f"{converted.origin.get(name, name)} is missing" for name in expected if name not in converted.tensors]
-    problems += [f"{converted.origin[name]} has no place in the model" for name in converted.tensors if name not in expected]
-    problems += [f"{key} has no place in the model" for key in leftover]
-    problems += [
+    shapes = [
         f"{converted.origin[name]} is {tuple(tensor.shape)}, the model wants {expected[name]}"
         for name, tensor in converted.tensors.items()
         if name in expected and tuple(tensor.shape) != expected[name]
     ]
+    unplaced = [f"{key} has no place in the model" for key in (*_unexpected(converted, expected), *leftover)]
+    missing = [f"{name} is missing" for name in expected if name not in converted.tensors]
+    problems = [*shapes, *unplaced, *missing]
     if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        shown = [*shapes[:SHOWN], *unplaced[:SHOWN], *missing[:SHOWN]]
+        more = f"\n  and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
         raise ModelFileError(
-            f"{path}: the {TITLES[part]} does not fit {source}:\n  " + "\n  ".join(problems[:SHOWN]) + more,
+            f"{path}: the {TITLES[part]} does not fit {source}:\n  " + "\n  ".join(shown) + more,
             why="The file's tensors and the configuration describe different models.",
             hint="For a model of unusual sizes put its configuration beside it (same name, .json: unet, vae, text_encoder, scheduler), "
             "or pass its diffusers folder.",
@@ -362,3 +363,8 @@ def _filled(part: Part, configuration: Mapping[str, Any], converted: Converted, 
         )
     module.load_state_dict({name: as_parameter(tensor, dtype) for name, tensor in converted.tensors.items()}, strict=True, assign=True)
     return module
+
+
+def _unexpected(converted: Converted, expected: Mapping[str, object]) -> list[str]:
+    """The file's keys whose names the model doesn't have."""
+    return [converted.origin[name] for name in converted.tensors if name not in expected]

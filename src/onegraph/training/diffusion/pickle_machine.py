@@ -41,7 +41,8 @@ NEVER = _names(
     "os posix nt sys subprocess builtins __builtin__ importlib ctypes socket shutil runpy pty marshal eval exec system popen getattr "
     "setattr __import__ import_module check_output check_call Popen"
 )
-PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections", "__numpy__": "numpy"}
+# Written so by protocols up to 2, and meant so by whoever reads them.
+PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "commands": "subprocess", "cPickle": "pickle"}
 DTYPES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +31,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "heun": ("HeunDiscreteScheduler", {}),
     "dpm_2": ("KDPM2DiscreteScheduler", {}),
     "dpm_2_a": ("KDPM2AncestralDiscreteScheduler", {}),
-    "dpmsolver": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver"}),
+    "dpmsolver": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min"}),
     "dpmsolver++": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++"}),
     "dpmsingle": ("DPMSolverSinglestepScheduler", {}),
     "unipc": ("UniPCMultistepScheduler", {}),
@@ -66,7 +68,10 @@ def scheduler_for(sampler: str, scheduler_config: dict[str, Any]) -> Any:
         near = nearest(name, [*SAMPLERS, *ALIASES]) or list(SAMPLERS)
         raise ConfigurationError(f"no sampler is called {sampler}", hint=f"Use {', '.join(near)}.", code="sampler")
     kind, settings = SAMPLERS[name]
-    return getattr(diffusers, kind).from_config({**_schedule(scheduler_config), **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        return getattr(diffusers, kind).from_config({**_schedule(scheduler_config), **settings})
 
 
 def sample(
@@ -123,7 +128,11 @@ def sample(
         _beside(base.vae, base.unet.device),
         torch.no_grad(),
         _precision(base),
+        warnings.catch_warnings(),
     ):
+        # The schedulers of diffusers lag behind numpy, which is nothing a user can act on.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         return [_draw(base, prompt, clip_skip, max_token_length) for prompt in wanted]
 
 
@@ -162,7 +171,7 @@ def _draw(base: BaseModel, prompt: SamplePrompt, clip_skip: int | None, max_toke
 def _pipeline_class() -> Any:
     """The pipeline of diffusers; importing it makes transformers warn about image processors that nothing here uses."""
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(logging.ERROR)
     try:
         from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
     finally:

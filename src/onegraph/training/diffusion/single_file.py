@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from onegraph.checkpoint.atomic import atomic_write
-from onegraph.training.diffusion.base_model import CONFIG_KEY, PARTS, BaseModel, open_weights
+from onegraph.training.diffusion.base_model import CONFIG_KEY, PARTS, BaseModel
 from onegraph.training.diffusion.families import Components
+from onegraph.training.diffusion.model_files import open_weights
 from onegraph.training.diffusion.original_keys import to_original
 
 
