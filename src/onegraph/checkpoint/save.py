@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -21,6 +22,8 @@ from onegraph.checkpoint.keys import file_paths, first_ten
 from onegraph.checkpoint.origin import remembered
 from onegraph.errors import AdapterError, CheckpointError
 from onegraph.methods import LoRA, Method
+
+logger = logging.getLogger(__name__)
 
 # As PEFT has it: a targeted embedding of these names is saved with the adapter.
 _SAVED_EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -132,11 +135,30 @@ def save_kohya(
                 tensors[f"{keys[layer]}.{kohya.PARAMETERS[parameter]}"] = tensor
             own = next(iter(values.values())).dtype
             tensors[f"{keys[layer]}.{kohya.ALPHA}"] = torch.tensor(_plain_alpha(loras[layer]), dtype=own)
+        _warn_of_lost_alphas(prefix, loras)
     ready = cast(tensors, dtype, f"the parts {', '.join(prefixes)}")
     strings = {**_network_metadata(parts, all_methods), **_strings(metadata or {})}
     strings |= hashes.network_hashes(ready, strings)
     data = serialise(ready, strings)
     atomic_write(target, partial(write_bytes, data), num_bytes=len(data))
+
+
+def _warn_of_lost_alphas(prefix: str, loras: Mapping[str, LoRA]) -> None:
+    """Diffusers (0.42) loses the alpha of attention projections and of text encoders where it isn't the commonest of the part."""
+    alphas = {path: _plain_alpha(method) for path, method in loras.items()}
+    values = list(alphas.values())
+    common = max(set(values), key=values.count)
+    lost = [
+        path
+        for path, alpha in alphas.items()
+        if alpha != common and (prefix in kohya.TEXT_ENCODER_PREFIXES or path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")))
+    ]
+    if lost:
+        logger.warning(
+            "%d layers of %s have another alpha than %g, the commonest; diffusers would use %g for them. Other programs read the file as it"
+            " is; for diffusers save with format='diffusers'. The first: %s",
+            len(lost), prefix, common, common, lost[0],
+        )  # fmt: skip
 
 
 def _save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.dtype | None, fields: Mapping[str, object]) -> None:
