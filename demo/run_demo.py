@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -47,8 +46,8 @@ GUIDANCE = 4.0
 SEED = 5
 LOSS_CURVE = "loss/current"
 
-# Lines of the trainer's log that tell how long things took.
-TIMING = re.compile(r"compil|graph|recompile|s/it|seconds|\bmemory\b", re.IGNORECASE)
+# The paragraphs of the trainer's log that tell what was compiled and how long things took.
+REPORTS = ("compilation", "finished")
 
 
 def main() -> int:
@@ -79,9 +78,8 @@ def main() -> int:
         shutil.copyfile(picture, target)
 
     print()
-    print("what the trainer measured:")
-    for line in timing_lines((output / "train.log").read_text(encoding="utf-8")):
-        print(f"  {line}")
+    for line in reports((output / "train.log").read_text(encoding="utf-8")):
+        print(line)
     print()
     print(f"training took {trained - started:.0f} s with everything, drawing {finished - trained:.0f} s")
     print(f"picture  {picture}")
@@ -95,15 +93,15 @@ def train(output: Path, trainer_flags: Sequence[str]) -> int:
     """Runs the trainer through accelerate, as a user would; what it says is shown and kept in train.log."""
     shutil.rmtree(output / "logs", ignore_errors=True)
     command = [
-        str(Path(sys.executable).parent / "accelerate"),
+        shown(Path(sys.executable).parent / "accelerate"),
         "launch",
-        f"--config_file={ACCELERATE_CONFIG}",
+        f"--config_file={shown(ACCELERATE_CONFIG)}",
         "-m",
         "onegraph.train_network",
-        f"--pretrained_model_name_or_path={MODEL}",
-        f"--train_data_dir={IMAGES}",
-        f"--output_dir={output}",
-        f"--logging_dir={output / 'logs'}",
+        f"--pretrained_model_name_or_path={shown(MODEL)}",
+        f"--train_data_dir={shown(IMAGES)}",
+        f"--output_dir={shown(output)}",
+        f"--logging_dir={shown(output / 'logs')}",
         *RECIPE,
         *trainer_flags,
     ]
@@ -111,7 +109,7 @@ def train(output: Path, trainer_flags: Sequence[str]) -> int:
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor-cache"))
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
-    print("demo:", " \\\n  ".join(command), flush=True)
+    print(f"demo: {' '.join(command[:5])} \\\n  " + " \\\n  ".join(command[5:]), flush=True)
     with (output / "train.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
@@ -128,9 +126,20 @@ def train(output: Path, trainer_flags: Sequence[str]) -> int:
         return process.wait()
 
 
-def timing_lines(log: str) -> list[str]:
-    """The lines of a training log with times and counts, without the progress lines."""
-    return [line.rstrip() for line in log.splitlines() if TIMING.search(line) and not line.startswith("step ")]
+def shown(path: Path) -> str:
+    """A path as seen from the repository's folder, where the trainer is started."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def reports(log: str) -> list[str]:
+    """The reports in a training log: each its first line and the indented ones below it."""
+    lines: list[str] = []
+    inside = False
+    for line in log.splitlines():
+        inside = line.startswith(REPORTS) or (inside and line.startswith("  "))
+        if inside:
+            lines.append(line.rstrip())
+    return lines
 
 
 def draw_picture(output: Path, picture: Path) -> None:
