@@ -63,9 +63,8 @@ def select(
             problems.append(TargetError(f"{own.name} can't adapt {place.path}", why=reason, code="unsupported-layer"))
             continue
         entries.append(PlanEntry(place.path, layer, own))
-    problems += [_unsupported(place, 0) for place in unsupported[:2]] + [
-        _unsupported(place, len(unsupported) - 3) for place in unsupported[2:3]
-    ]
+    if unsupported:
+        problems.append(_unsupported(unsupported))
     if not problems:
         paths = [entry.path for entry in entries]
         problems = [
@@ -177,11 +176,13 @@ def _nothing_matched(everywhere: list[Place], targets: Targets, *, excluded: boo
     )
 
 
-def _unsupported(place: Place, more: int) -> OnegraphError:
-    kind = type(place.module)
-    below = sorted({name for name, child in place.module.named_children() if describe(child)})
+def _unsupported(chosen: list[Place]) -> OnegraphError:
+    first = chosen[0]
+    named = [f"{place.path} is a {type(place.module).__module__}.{type(place.module).__qualname__}" for place in chosen[:3]]
+    more = f" (and {len(chosen) - 3} more)" if len(chosen) > 3 else ""
+    below = sorted({name for name, child in first.module.named_children() if describe(child)})
     return TargetError(
-        f"{place.path} is a {kind.__module__}.{kind.__qualname__}, which can't be adapted" + (f" (and {more} more)" if more > 0 else ""),
+        f"{', '.join(named)}{more}, which can't be adapted",
         why=f"Only layers of these kinds can, where they run their own forward: {KINDS}.",
         hint=f"target what is inside it: {', '.join(below)}" if below else "take it out with exclude=, or target other layers",
         code="unsupported-layer",

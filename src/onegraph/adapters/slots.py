@@ -122,11 +122,14 @@ class Slots:
         """Make a slot the identity. Whoever still holds its Parameters keeps a copy that nothing reads any more."""
         for parameter in self._parameters.pop(slot, {}).values():
             parameter.data = parameter.data.clone()
+        self._clear(slot)
+        for name in self.block.settings_memory:
+            self.block.setting(name, slot).zero_()
+
+    def _clear(self, slot: int) -> None:
         identity = self.structure.with_rank(self.rank).identity(self.layer)
         for name in self.block.shapes:
             self.block.parameter(name, slot).copy_(identity[name])
-        for name in self.block.settings_memory:
-            self.block.setting(name, slot).zero_()
 
     @torch.no_grad()
     def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor]) -> None:
@@ -157,8 +160,14 @@ class Slots:
         return block
 
     def adopt(self, block: Block) -> None:
-        """Make a block the storage: the Parameters stay the same objects and are views of it from now on."""
+        """Make a block the storage: the Parameters stay the same objects and are views of it from now on.
+
+        Between the meta device and a real one that can't be: there, new Parameters are made.
+        """
+        before = next(iter(self.block.memory.values())).device.type
         self.block = block
+        if "meta" in {before, self.device.type} and before != self.device.type:
+            self._parameters.clear()
         for slot, tied in self._parameters.items():
             for name, parameter in tied.items():
                 view = block.parameter(name, slot)
@@ -169,10 +178,11 @@ class Slots:
     @torch.no_grad()
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move storage and gradients as ``nn.Module._apply`` does. Settings follow the device and keep their dtype."""
+        from_meta = self.device.type == "meta"
         memory = {name: function(storage) for name, storage in self.block.memory.items()}
         first = next(iter(memory.values()))
         self.dtype, self.device = first.dtype, first.device
-        settings = {name: values.to(self.device) for name, values in self.block.settings_memory.items()}
+        settings = {name: values.to(_settings_device(self.device)) for name, values in self.block.settings_memory.items()}
         moved = [
             (parameter, function(parameter.grad))
             for tied in self._parameters.values()
@@ -184,20 +194,31 @@ class Slots:
         self.adopt(replace(self.block, memory=memory, settings_memory=settings))
         for parameter, gradient in moved:
             parameter.grad = gradient
+        if from_meta and self.device.type != "meta":
+            # Memory that nobody has written: at least the identity and the padding have to be what they are.
+            for slot in range(self.num_slots):
+                self._clear(slot)
 
     def _allocate(self, num_slots: int, rank: int | None, settings: Iterable[str]) -> Block:
         shapes = {name: spec.shape for name, spec in self.specs(rank).items()}
         precision = torch.float64 if self.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
-            memory = {name: self._zeros(num_slots, math.prod(shape), self.dtype) for name, shape in shapes.items()}
-            return Block(num_slots, rank, shapes, memory, {name: self._zeros(num_slots, 1, precision) for name in settings})
-
-    def _zeros(self, num_slots: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_slots, -(-numel // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=self.device)
+            memory = {name: _zeros(num_slots, math.prod(shape), self.dtype, self.device) for name, shape in shapes.items()}
+            device = _settings_device(self.device)
+            return Block(num_slots, rank, shapes, memory, {name: _zeros(num_slots, 1, precision, device) for name in settings})
 
     def __getstate__(self) -> dict[str, Any]:
         """Storage only: copies and pickles tie their own Parameters to it."""
         return {**self.__dict__, "_parameters": {}}
+
+
+def _zeros(num_slots: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(num_slots, -(-numel // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)
+
+
+def _settings_device(device: torch.device) -> torch.device:
+    """Settings keep their values while a model has none: nothing initialises them later."""
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _cut(padded: Tensor, spec: ParameterSpec) -> Tensor:

@@ -19,7 +19,7 @@ class Surgery:
         self.model = model
         self.undone = False
         self._frozen: set[str] | None = None
-        self._replaced: list[tuple[nn.Module, str, Adapted]] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Module | None]] = []
 
     def wrap(self, layers: Mapping[str, tuple[Place, Adapted]]) -> None:
         """Hang adapted layers where the plain ones are, everywhere they are. The first time, freeze the whole model."""
@@ -29,18 +29,17 @@ class Surgery:
                 if parameter.requires_grad:
                     self._frozen.add(plain_name(name))
                     parameter.requires_grad_(False)
-            # Frozen first, so that adapter Parameters, registered below, stay as they are.
         for place, adapted in layers.values():
             for parameter in adapted.base_layer.parameters():
                 parameter.requires_grad_(False)
             for parent, name in place.parents:
+                self._replaced.append((parent, name, parent._modules[name]))
                 parent._modules[name] = adapted
-                self._replaced.append((parent, name, adapted))
 
     def undo(self) -> None:
         """Hang the plain layers back and thaw what was frozen."""
-        for parent, name, adapted in reversed(self._replaced):
-            parent._modules[name] = adapted.base_layer
+        for parent, name, plain in reversed(self._replaced):
+            parent._modules[name] = plain
         frozen = self._frozen or set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if plain_name(name) in frozen:

@@ -63,15 +63,11 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, n
     for name, child in module._modules.items():
         if child is None:
             continue
-        if name == _COMPILED:
-            yield from _walk(child, path)
-            continue
-        inner, owner, key = child, module, name
-        while _COMPILED in inner._modules:
-            owner, key = inner, _COMPILED
-            below = inner._modules[_COMPILED]
-            assert below is not None
-            inner = below
+        # A wrapper runs what it was made from, whatever hangs in it later: the adapted layer has to hang in its place.
+        while _COMPILED in child._modules:
+            inner = child._modules[_COMPILED]
+            assert inner is not None
+            child = inner
         child_path = f"{path}.{name}" if path else name
-        yield child_path, owner, key, inner
-        yield from _walk(inner, child_path)
+        yield child_path, module, name, child
+        yield from _walk(child, child_path)
