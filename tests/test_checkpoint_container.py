@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 from onegraph import LoRA, adapters_of, attach
-from onegraph.checkpoint import load, read
+from onegraph.checkpoint import file_hash, legacy_file_hash, load, read
 from onegraph.checkpoint.container import cast, read_container, serialise
 from onegraph.errors import CheckpointError, NumericsError
 
@@ -148,6 +149,21 @@ def test_serialised_tensors_are_read_back(tmp_path: Path) -> None:
     container = read_container(tmp_path / "file.safetensors")
     assert container.metadata == {"ü": "'\"\n"}
     assert all(torch.equal(container.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tied_and_overlapping_tensors_are_written_each(tmp_path: Path) -> None:
+    memory = torch.arange(6.0)
+    tensors = {"a": memory[:4], "b": memory[2:], "c": memory[:4]}
+    (tmp_path / "file.safetensors").write_bytes(serialise(tensors, {}))
+    container = read_container(tmp_path / "file.safetensors")
+    assert all(torch.equal(container.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_hashes_of_a_base_model_file(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert file_hash(tmp_path / "model.safetensors") == hashlib.sha256(data).hexdigest()
+    assert legacy_file_hash(tmp_path / "model.safetensors") == hashlib.sha256(data[0x100000:0x110000]).hexdigest()[:8]
 
 
 def test_nan_weights_are_not_written() -> None:

@@ -95,6 +95,19 @@ def test_diffusers_takes_our_kohya_file_with_no_leftover_key(tmp_path: Path, kin
     assert_same_function(pipe, ours)
 
 
+def test_diffusers_takes_adapters_on_resnets_and_samplers(tmp_path: Path) -> None:
+    """What conv_dim and conv_alpha train: 3x3 convolutions with a rank and an alpha of their own."""
+    small = LoRA(rank=2, alpha=1)
+    convolutions = ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv"]
+    targets = [*UNET_TARGETS, *convolutions, "time_emb_proj", "conv_shortcut"]
+    ours = adapters_for({})
+    ours["unet"] = randomise(attach(unet(), LoRA(rank=4, alpha=2), targets=targets, overrides=dict.fromkeys(convolutions, small)))
+    save_kohya(ours, tmp_path / "style.safetensors")
+    pipe = pipeline()
+    assert complaints(tmp_path / "style.safetensors", pipe) == []
+    assert_same_function(pipe, ours)
+
+
 def test_diffusers_does_complain_about_a_leftover_key(tmp_path: Path) -> None:
     """The other side of the test above: a key it can't rename is an error, a layer it doesn't have a warning."""
     save_kohya(adapters_for({}), tmp_path / "style.safetensors")

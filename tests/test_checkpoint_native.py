@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import onegraph
 from onegraph import LoRA, adapters_of, attach, load, save
@@ -46,10 +48,11 @@ def ids() -> torch.Tensor:
     return torch.arange(18).reshape(2, 3, 3) % 11
 
 
-def randomise(adapters: Adapters, name: str) -> None:
+def randomise(adapters: Adapters, name: str) -> Adapters:
     generator = torch.Generator().manual_seed(1)
     for value in adapters.parameters(name).values():
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+    return adapters
 
 
 def assert_same(first: Adapters, second: Adapters, name: str = "default") -> None:
@@ -162,6 +165,25 @@ def test_a_file_loads_onto_a_compiled_model(tmp_path: Path) -> None:
     other.blocks[1] = torch.compile(other.blocks[1], backend="eager")  # type: ignore[assignment]
     loaded = load(torch.compile(other, backend="eager"), tmp_path / "a.safetensors")  # type: ignore[arg-type]
     assert_same(adapters, loaded)
+
+
+def wrapped_in_checkpointing(model: Net) -> nn.Module:
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {"data parallel": nn.DataParallel, "activation checkpointing": wrapped_in_checkpointing}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrapped_models_save_plain_keys_and_load_plain_files(tmp_path: Path, kind: str) -> None:
+    plain = randomise(attach(net(), LoRA(rank=2), targets=["query", "value"]), "default")
+    save(plain, tmp_path / "plain.safetensors")
+    wrapped = WRAPPERS[kind](net())
+    loaded = load(wrapped, tmp_path / "plain.safetensors")
+    save(loaded, tmp_path / "wrapped.safetensors")
+    assert (tmp_path / "wrapped.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+    torch.testing.assert_close(wrapped(ids()), plain.model(ids()))
 
 
 @pytest.mark.parametrize("wrap", ["_orig_mod.{}", "module.{}", "_fsdp_wrapped_module.blocks.1._checkpoint_wrapped_module.{}"])

@@ -28,7 +28,13 @@ class Container:
 
 def serialise(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a safetensors file; the same contents give the same bytes (the library's own order of metadata is random)."""
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    plain: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().to("cpu").contiguous()
+        # Tied weights are written once each: the format has no place for sharing.
+        plain[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
+        seen.add(value.untyped_storage().data_ptr())
     data = safetensors.torch.save(plain, metadata=dict(metadata) or None)
     header_length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + header_length])
