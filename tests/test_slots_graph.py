@@ -15,9 +15,6 @@ from torch._dynamo.backends.debugging import aot_eager
 from onegraph.adapters import Adapters, attach
 from onegraph.methods import LoRA
 
-# Dynamo asks every input that is no leaf for its gradient; torch warns its own compiler about that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 RANKS = {f"adapter-{rank}": rank for rank in (4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16)}
 TARGETS = ["embed", "query", "up", "conv"]
 
