@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
 
 import pytest  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
+
+# Torch traces its own compiling to this logger, thousands of records a graph, and pytest would keep each of them.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from onegraph.adapters import adapters_of
 from onegraph.checking.comparison import Comparison
-from onegraph.checking.step import compare_step
+from onegraph.checking.random_state import same_random_state
+from onegraph.checking.step import compare_step, gradients_kept
 from onegraph.compiling import CompileSettings, Recompile, Watch, compile, compiled_of, eager
 from onegraph.errors import ConfigurationError, MismatchError
 
@@ -26,7 +28,7 @@ class Report:
         comparison: Loss and gradients.
         output_error: Largest norm of a difference between a compiled and an eager output, as a share of that output's norm.
         graphs: Graphs that one training step and one inference call needed.
-        breaks: Reason -> number of graph breaks.
+        breaks: Reason and place of each graph break -> how often it was met.
         recompiles: Compilations in the second round, where nothing new was met.
         compile_seconds: Seconds spent compiling.
         compiled: What was compiled, in words.
@@ -51,8 +53,7 @@ class Report:
             self.compiled,
             f"outputs     error {self.output_error:.1e} of their norm (allowed {self.output_allowed:.0e})",
             f"training    {self.comparison}",
-            f"graphs      {self.graphs}, breaks {sum(self.breaks.values())}, recompiles {len(self.recompiles)}, "
-            f"{self.compile_seconds:.1f} s compiling",
+            f"graphs      {self.graphs}, breaks {len(self.breaks)}, recompiles {len(self.recompiles)}, {self.compile_seconds:.1f} s compiling",
         ]
         lines += [f"  wrong     {row}" for row in self.comparison.faults[:10]]
         lines += [f"  break     {reason}" for reason in self.breaks]
@@ -134,7 +135,10 @@ def check(
         return measure(_call(model, batch, dtype))
 
     watch = Watch().start()
+    kept = contextlib.ExitStack()
     try:
+        kept.enter_context(same_random_state())
+        kept.enter_context(gradients_kept(parameters))
         model.train()
         comparison = compare_step(
             step,
@@ -153,9 +157,8 @@ def check(
         with torch.no_grad():
             _call(model, batch, None)
     finally:
+        kept.close()
         watch.stop()
-        for parameter in parameters.values():
-            parameter.grad = None
         model.train(was_training)
         if earlier is None:
             compiled.restore()

@@ -165,7 +165,8 @@ class Comparison:
         raise MismatchError(
             "\n".join(lines),
             why="The compiled step computes something else than the model: training on it would be training on wrong gradients.",
-            hint=hint or "compile by blocks (regions='blocks'), try backend='aot_eager' to see whether inductor is at fault, or update torch",
+            hint=hint
+            or "compile by blocks (regions='blocks'), try backend='aot_eager' to see whether inductor is at fault, or update torch",
         )
 
 

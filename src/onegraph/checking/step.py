@@ -11,6 +11,7 @@ from torch import nn
 from onegraph.adapters import Adapters
 from onegraph.checking.comparison import Comparison, Tolerance, compare
 from onegraph.checking.precision import raised
+from onegraph.checking.random_state import same_random_state
 from onegraph.compiling import eager
 from onegraph.errors import NumericsError
 
@@ -48,7 +49,7 @@ def compare_step(
         NumericsError: ``not-finite``: eager itself gives NaN or infinity.
     """
     reference = reference or torch.float32
-    with _same_random_state() as rewind, _without_dropout(adapters), _probe_values(parameters):
+    with same_random_state() as rewind, _without_dropout(adapters), _probe_values(parameters):
 
         def run(dtype: torch.dtype | None) -> tuple[float, dict[str, torch.Tensor | None]]:
             rewind()
@@ -58,7 +59,7 @@ def compare_step(
             found = {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in parameters.items()}
             return float(loss.detach()), found
 
-        with _gradients_kept(parameters):
+        with gradients_kept(parameters):
             with eager():
                 eager_loss, eager_gradients = run(None)
                 if reference == precision:
@@ -94,28 +95,11 @@ def _require_finite(loss: float, gradients: Mapping[str, torch.Tensor | None]) -
 
 
 @contextlib.contextmanager
-def _same_random_state() -> Iterator[Callable[[], None]]:
-    """Yields a function that rewinds torch's generators; they end as they began."""
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def rewind() -> None:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-
-    try:
-        yield rewind
-    finally:
-        rewind()
-
-
-@contextlib.contextmanager
 def _without_dropout(adapters: Sequence[Adapters]) -> Iterator[None]:
     """Dropout probabilities are tensors that the graph reads, so setting them to 0 compiles nothing."""
     with contextlib.ExitStack() as stack:
         for group in adapters:
-            stack.enter_context(group.without_dropout())
+            stack.enter_context(group.without_randomness())
         yield
 
 
@@ -138,8 +122,10 @@ def _probe_values(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside, gradients come and go; afterwards each parameter has the one it had."""
     before = {name: parameter.grad for name, parameter in parameters.items()}
+    _forget(parameters)
     try:
         yield
     finally:

@@ -96,7 +96,9 @@ BACKENDS: dict[str, Backend] = {
         says="aot_torchxla_trace_once is called openxla in today's torch",
         instead=f"install {_XLA}, or {_OFFER}",
     ),
-    "hpu_backend": Backend(runs_as="hpu_backend", needs_module="habana_frameworks", instead=f"it needs an Intel Gaudi machine; else {_OFFER}"),
+    "hpu_backend": Backend(
+        runs_as="hpu_backend", needs_module="habana_frameworks", instead=f"it needs an Intel Gaudi machine; else {_OFFER}"
+    ),
     "neuron": Backend(runs_as="neuron", needs_module="torch_neuronx", instead=f"it needs an AWS Neuron machine; else {_OFFER}"),
 }
 
@@ -120,7 +122,9 @@ def resolve_backend(name: str, *, source: str = "") -> tuple[str, dict[str, Any]
     if backend is None:
         return _unlisted(key, name, origin)
     if backend.runs_as is None:
-        raise CompileError(f"The dynamo backend {name!r}{origin} can't run.", why=backend.gone + ".", hint=backend.instead, code="backend-gone")
+        raise CompileError(
+            f"The dynamo backend {name!r}{origin} can't run.", why=backend.gone + ".", hint=backend.instead, code="backend-gone"
+        )
     if backend.needs_module and importlib.util.find_spec(backend.needs_module) is None:
         raise CompileError(
             f"The dynamo backend {name!r}{origin} isn't available.",
@@ -153,7 +157,7 @@ def _require_registered(runs_as: str, name: str, origin: str, backend: Backend) 
                 hint=backend.instead,
                 code="backend-needs-package",
             ) from error
-    registered = torch.compiler.list_backends(None)  # type: ignore[arg-type]
+    registered = torch.compiler.list_backends(None)
     if runs_as not in registered:
         raise CompileError(
             f"The dynamo backend {name!r}{origin} isn't registered with torch {torch.__version__}.",
@@ -165,7 +169,7 @@ def _require_registered(runs_as: str, name: str, origin: str, backend: Backend) 
 
 def _unlisted(key: str, name: str, origin: str) -> tuple[str, dict[str, Any], str]:
     """A name outside the table: fine when some package registered it, else an error with the nearest names."""
-    registered = torch.compiler.list_backends(None)  # type: ignore[arg-type]
+    registered = torch.compiler.list_backends(None)
     if key in registered:
         return key, {}, f"backend {key} is registered with torch, but onegraph has never been tried with it"
     close = nearest(key, [*BACKENDS, *registered])

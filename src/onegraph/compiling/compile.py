@@ -50,6 +50,10 @@ class Compiled:
             self._undo.pop()()
         self.model.__dict__.pop(_ATTRIBUTE, None)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or unpickled model is not compiled: torch drops the compiled call as well."""
+        return (type(None), ())
+
     def __str__(self) -> str:
         if not self.settings.active:
             return f"{type(self.model).__name__}: not compiled"
@@ -112,7 +116,8 @@ def compile(
             _checkpoint_blocks(model, compiled)
         run = _run_checkpointed if gradient_checkpointing and not whole else _run
         callers = {
-            region.class_name: _compiled_caller(run, settings, options, dynamic=dynamic_shapes(region, settings.dynamic)) for region in regions
+            region.class_name: _compiled_caller(run, settings, options, dynamic=dynamic_shapes(region, settings.dynamic))
+            for region in regions
         }
         for region in regions:
             _install(region.module, functools.partial(callers[region.class_name], region.module), compiled)
@@ -148,12 +153,12 @@ def _settle(settings: CompileSettings | None, overrides: dict[str, Any]) -> Comp
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # type: ignore[operator]
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _run_checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or not module.training:
-        return module._call_impl(*args, **kwargs)  # type: ignore[operator]
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return checkpoint(module._call_impl, *args, use_reentrant=False, **kwargs)
 
 

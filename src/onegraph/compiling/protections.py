@@ -32,7 +32,7 @@ class Protection:
 PROTECTIONS = (
     Protection(
         name="scatter-order-zero-gradients",
-        needed=lambda backend: backend == "inductor" and _TORCH < Version("2.14"),
+        needed=lambda backend: backend == "inductor" and Version("2.14") > _TORCH,
         options={"reorder_for_peak_memory": False},
         why=(
             "inductor before torch 2.14 may schedule a read of a scattered buffer before the scatter (pytorch #185509), "

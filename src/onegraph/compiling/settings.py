@@ -216,5 +216,7 @@ def _is_true(text: str, variable: str) -> bool:
     if lowered in {"false", "0", "no", "n", "off", "f", "", "none"}:
         return False
     raise ConfigurationError(
-        f"{_PREFIX}{variable.upper()}={text} is neither true nor false.", hint=f"unset {_PREFIX}{variable.upper()}", code="environment-value"
+        f"{_PREFIX}{variable.upper()}={text} is neither true nor false.",
+        hint=f"unset {_PREFIX}{variable.upper()}",
+        code="environment-value",
     )

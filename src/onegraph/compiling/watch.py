@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -87,7 +85,7 @@ class Watch:
 
     @property
     def breaks(self) -> dict[str, int]:
-        """Reason of each graph break -> how often."""
+        """Reason and place of each graph break -> how often dynamo met it (each frame that it unwinds counts it again)."""
         if self._final:
             return self._final[1]
         return dict(collections.Counter(dynamo_utils.counters["graph_break"]) - self._breaks_before)
@@ -131,13 +129,3 @@ def _described(metric: Any) -> Recompile:
 
 def _unique_graphs() -> int:
     return int(dynamo_utils.counters["stats"]["unique_graphs"])
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[Watch]:
-    """``with watching() as watch``: a started Watch, stopped at the end."""
-    watch = Watch().start()
-    try:
-        yield watch
-    finally:
-        watch.stop()
