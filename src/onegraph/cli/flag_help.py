@@ -13,10 +13,13 @@ from onegraph.training.settings import field_of, range_text
 
 _USAGE = """\
 usage: accelerate launch -m onegraph.train_network
-         --pretrained_model_name_or_path=MODEL --train_data_dir=DATA --output_dir=OUT [--flag=value ...]
-
-Train a LoRA for Stable Diffusion. The flags are those of sd-scripts' train_network.py. What accelerate config says is honoured: the
-compile backend, its mode, mixed precision. --flag=value and --flag value are the same; the last of a repeated flag wins."""
+         --pretrained_model_name_or_path=MODEL
+         --train_data_dir=DATA --output_dir=OUT [--flag=value ...]
+"""
+_ABOUT = (
+    "Train a LoRA for Stable Diffusion. The flags are those of sd-scripts' train_network.py. What accelerate config says is honoured: the"
+    " compile backend, its mode, mixed precision. --flag=value and --flag value are the same; the last of a repeated flag wins."
+)
 
 
 def help_text(width: int | None = None) -> str:
@@ -26,7 +29,7 @@ def help_text(width: int | None = None) -> str:
         width: Characters in a line; the terminal's when None.
     """
     width = width or max(80, min(140, shutil.get_terminal_size().columns))
-    lines = [_USAGE]
+    lines = [_USAGE, *textwrap.wrap(_ABOUT, width)]
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and not flag.refusal]
         lines += ["", f"{group}:"]

@@ -42,8 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfiguration:
     reader = _Reader(given, problems)
     reader.read_all()
     configuration = _built(reader.values, tuple(dict.fromkeys(reader.notes)))
-    bad = reader.unreadable
-    found = [*problems, *(problem for problem in configuration.problems(label=reader.label) if not any(b in problem.what for b in bad))]
+    found = [*problems, *reader.readable(configuration.problems(label=reader.label))]
     if found:
         raise ConfigurationError.collected(found)
     return configuration
@@ -63,6 +62,14 @@ class _Reader:
     def label(self, path: str) -> str:
         """How a setting is called: by the flag or the key of the file that set it."""
         return self.labels.get(path) or flag_label(path)
+
+    def readable(self, problems: list[OnegraphError]) -> list[OnegraphError]:
+        """Problems of the settings as the user knows them: none that follows from an unreadable value, and hints that name flags."""
+        left = [problem for problem in problems if not any(label in problem.what for label in self.unreadable)]
+        for problem in left:
+            for path, label in self.labels.items():
+                problem.hint = problem.hint.replace(label, flag_label(path))
+        return left
 
     def read_all(self) -> None:
         """Read every flag, then those that mean something only together."""

@@ -105,7 +105,6 @@ _SETS: Mapping[str, str] = {
     """,
     "precision": """
         mixed_precision text precision.mixed_precision
-        no_half_vae switch precision.no_half_vae
         allow_fp16_on_cpu switch precision.allow_fp16_on_cpu
     """,
     "compiling": """
@@ -177,6 +176,7 @@ _MEANS: Mapping[str, tuple[str, str, str]] = {  # name -> group, kind, line
     "mem_eff_attn": ("run", "switch", _ATTENTION),
     "persistent_data_loader_workers": ("data", "switch", "images are loaded by threads that stay for the whole run"),
     "skip_cache_check": ("data", "switch", "cached latents are always checked: it costs little"),
+    "no_half_vae": ("precision", "switch", "the VAE always computes in fp32"),
     "lowram": ("run", "switch", "weights are read straight into their place, one model at a time"),
     "highvram": ("run", "switch", "nothing is moved off the device to save memory"),
     "tokenizer_cache_dir": ("model", "text", "the tokenizer comes with the package or the model folder; nothing is downloaded"),

@@ -189,10 +189,9 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """Which number formats the run computes in. Adapters are always kept in fp32."""
+    """Which number formats the run computes in. Adapters are kept in fp32, and so is the VAE."""
 
     mixed_precision: str | None = setting(None, "autocast: as accelerate is configured when absent", choices=("no", "fp16", "bf16"))
-    no_half_vae: bool = setting(False, "keep the VAE in fp32 under mixed precision")
     allow_fp16_on_cpu: bool = setting(False, "run fp16 on a CPU although bf16 is faster and safer there")
 
 
@@ -262,7 +261,12 @@ class SamplingSettings:
     every_n_epochs: int | None = setting(None, "sample every Nth epoch; wins over every_n_steps", low=1)
     at_first: bool = setting(False, "sample before the first step too")
     sampler: str = setting(
-        "ddim", "sampler", choices=("ddim", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++")
+        "ddim",
+        "how sample images are drawn",
+        choices=(
+            *("ddim", "ddpm", "pndm", "lms", "euler", "euler_a", "heun", "dpm_2", "dpm_2_a", "dpmsolver", "dpmsolver++", "dpmsingle"),
+            *("unipc", "k_lms", "k_euler", "k_euler_a", "k_dpm_2", "k_dpm_2_a"),
+        ),
     )
 
 
