@@ -431,6 +431,34 @@ def test_dropout_can_be_switched_off_in_place() -> None:
     assert adapters.setting_names("default") == ["dropout", "module_dropout", "scale"]
 
 
+def test_input_dropout_beside_an_embedding() -> None:
+    model = Model()
+    adapters = attach(model, LoRA(rank=2, input_dropout=0.5), targets=TARGETS)
+    randomize(adapters, "default")
+    assert not torch.equal(model(IDS), model(IDS))
+    with adapters.without_randomness():
+        assert torch.equal(model(IDS), model(IDS))
+
+
+def test_reserved_room_is_used_before_any_growing(caplog: pytest.LogCaptureFixture) -> None:
+    adapters = attach(Model(), LoRA(rank=2), targets=TARGETS, name="a")
+    adapters.reserve(num_adapters=5, rank=9)
+    slots = adapters.layers["conv"].slots
+    memory = slots.stacked("up").data_ptr()
+    with caplog.at_level(logging.INFO, logger="onegraph"):
+        for number in range(4):
+            adapters.add(f"more-{number}", LoRA(rank=9 - number))
+    assert not caplog.records
+    assert slots.stacked("up").data_ptr() == memory
+    assert (slots.num_slots, slots.rank) == (6, 9)
+
+
+def test_dtype_of_the_adapter() -> None:
+    model = Model().to(torch.bfloat16)
+    assert {value.dtype for value in attach(copy.deepcopy(model), LoRA(), targets=TARGETS).parameters().values()} == {torch.float32}
+    assert {value.dtype for value in attach(model, LoRA(), targets=TARGETS, dtype=None).parameters().values()} == {torch.bfloat16}
+
+
 # Moving, copying, saving
 
 

@@ -77,6 +77,22 @@ def test_identity_and_start_change_nothing_at_all(case: Case) -> None:
 
 
 @every_case
+def test_works_row_by_row(case: Case) -> None:
+    """What a batch with an adapter a row is made of: each row with tensors of its own."""
+    module, layer, x, _ = case.build()
+    if x.dim() < 2:
+        return
+    rows = [case.build()[3] for _ in range(len(x))]
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    y = module(x)
+    found = torch.func.vmap(
+        lambda x, y, p: case.method.after(case.method.before(x, p, layer, training=False), y, p, layer, training=False)
+    )(x, y, stacked)
+    expected = torch.cat([case.method.after(x[i : i + 1], y[i : i + 1], row, layer, training=False) for i, row in enumerate(rows)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_case
 def test_a_seed_decides_the_start(case: Case) -> None:
     module, layer, _, _ = case.build()
     one, same, other = (case.method.initial(layer, module.weight, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))

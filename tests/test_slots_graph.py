@@ -309,3 +309,16 @@ def test_a_larger_rank_costs_one_graph_and_reserve_saves_it() -> None:
         adapters.use("first")
         model(ids).sum().backward()
         assert graphs.count == expected
+
+
+def test_one_dynamic_graph_for_all_batch_sizes() -> None:
+    model = Model()
+    adapters = attach(model, LoRA(rank=4, dropout=0.1, rank_dropout=0.1), targets=TARGETS, name="a")
+    adapters.add("b", LoRA(rank=2))
+    graphs = Graphs(uncompiled)
+    model.compile(backend=graphs, fullgraph=True, dynamic=True)
+    for rows, positions in ((2, 6), (5, 7), (3, 9)):
+        for name in ("a", "b"):
+            adapters.use(name)
+            model(torch.randint(0, 16, (rows, positions))).sum().backward()
+    assert graphs.count == 1

@@ -120,3 +120,10 @@ class Adapted(nn.Module):
             return ""
         rank = "" if self.slots.rank is None else f", rank up to {self.slots.rank}"
         return f"{self._method.name}, slot {self.slot} of {self.slots.num_slots}{rank}"
+
+
+def base_weight(module: nn.Module) -> Tensor:
+    """The weight of a layer, adapted or not."""
+    weight = (module.base_layer if isinstance(module, Adapted) else module).weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()

@@ -52,6 +52,13 @@ def check_finite(number: float, what: str) -> None:
         raise AdapterError(f"{what} is {number}", why="It multiplies or masks activations: it has to be finite.", code="not-finite-value")
 
 
+def unknown_adapter(name: str, known: Collection[str]) -> OnegraphError:
+    """The error for a name that no adapter has."""
+    close = nearest(str(name), known)
+    there = f"there are {', '.join(map(repr, known))}" if known else "there is none: add() one"
+    return AdapterError(f"there is no adapter {name!r}", hint=f"did you mean {close[0]!r}?" if close else there, code="unknown-adapter")
+
+
 def unknown_setting(method: str, setting: str, known: Collection[str]) -> OnegraphError:
     """The error for a setting that isn't there."""
     return AdapterError(

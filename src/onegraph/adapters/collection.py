@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.adapted import Adapted
-from onegraph.adapters.checks import check_capacity, check_finite, check_name, check_tensors, unknown_setting
+from onegraph.adapters.adapted import Adapted, base_weight
+from onegraph.adapters.checks import check_capacity, check_finite, check_name, check_tensors, unknown_adapter, unknown_setting
 from onegraph.adapters.files import file_functions
 from onegraph.adapters.growth import Structure, grow, grown_rank
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.select import Targets, already_adapted_elsewhere, select
 from onegraph.adapters.slots import Slots
 from onegraph.adapters.surgery import Surgery
-from onegraph.errors import AdapterError, ConfigurationError, nearest
+from onegraph.errors import AdapterError, ConfigurationError
 from onegraph.methods import Method
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class _Record:
     structure: Method
     slot: int
     methods: dict[str, Method]
-    factor: float = 1.0
 
 
 class Adapters:
@@ -146,7 +145,6 @@ class Adapters:
         if any(value is None for value in values.values()):
             raise unknown_setting(record.structure.name, SCALE, ())
         self.set_setting(name, SCALE, {path: value * factor for path, value in values.items() if value is not None})
-        record.factor = factor
 
     # Adding and deleting
 
@@ -204,7 +202,7 @@ class Adapters:
         kept = shared.settings | settings
         num_slots = shared.num_slots if shared.free else 2 * shared.num_slots
         floor = max((asked for asked in (shared.capacity, capacity) if asked is not None), default=None)
-        weights = {entry.path: _weight(found[entry.path].module) for entry in plan}
+        weights = {entry.path: base_weight(found[entry.path].module) for entry in plan}
         initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
         growth = grow(self.layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor)
         fresh = {
@@ -390,11 +388,7 @@ class Adapters:
     def _record(self, name: str) -> _Record:
         self._alive()
         if name not in self._records:
-            close = nearest(str(name), self._records)
-            there = f"there are {', '.join(map(repr, self._records))}" if self._records else "there is none: add() one"
-            raise AdapterError(
-                f"there is no adapter {name!r}", hint=f"did you mean {close[0]!r}?" if close else there, code="unknown-adapter"
-            )
+            raise unknown_adapter(name, self._records)
         return self._records[name]
 
     def _active_name(self) -> str:
@@ -404,10 +398,3 @@ class Adapters:
 
     def _slots(self, path: str, record: _Record) -> Slots:
         return self.layers[path].structures[record.structure]
-
-
-def _weight(module: nn.Module) -> Tensor:
-    base = module.base_layer if isinstance(module, Adapted) else module
-    weight = base.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()

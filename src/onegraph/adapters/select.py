@@ -70,7 +70,7 @@ def select(
         problems = [
             TargetError(f"the override {key!r} matches no adapted layer", hint=_near(key, paths), code="override-without-match")
             for key in patterns
-            if key not in used and not any(pattern.match(path) for path in paths for pattern in (patterns[key],))
+            if key not in used and not any(patterns[key].match(path) for path in paths)  # a key may stand behind another that won
         ]
     if problems:
         raise ConfigurationError.collected(problems)

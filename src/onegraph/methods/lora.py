@@ -132,7 +132,7 @@ class LoRA(Method):
 
     def after(self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
         """Down, drop, up. The scale is folded into ``up``, which is smaller than any activation."""
-        if training and "input_dropout" in p:
+        if training and "input_dropout" in p and x.is_floating_point():  # ids have no elements to drop
             x = dropped(x, p["input_dropout"], x.shape)
         h = layer.project(x, p["down"])
         if training and "dropout" in p:
