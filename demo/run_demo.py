@@ -107,6 +107,8 @@ def train(output: Path, trainer_flags: Sequence[str]) -> int:
     ]
     environment = dict(os.environ)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor-cache"))
+    # accelerate would choose the same number, and say so in three lines
+    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
     print(f"demo: {' '.join(command[:5])} \\\n  " + " \\\n  ".join(command[5:]), flush=True)
