@@ -474,7 +474,7 @@ def test_alpha_of_none_is_the_rank() -> None:
 # read by the file's metadata, and nowhere else
 ACT_IN_METADATA = {"author", "description", "license", "tags", "training_comment", "title", "no_metadata"}
 # read where they are checked, and nowhere else
-ACT_IN_CHECKS = {"allow_fp16_on_cpu", "module", "color_augmentation", "base_weights", "base_weights_multiplier"}
+ACT_IN_CHECKS = {"allow_fp16_on_cpu", "module", "color_augmentation"}
 NOT_READERS = ("configuration.py", "contradictions.py", "metadata.py", "state.py")
 
 

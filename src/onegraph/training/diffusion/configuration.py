@@ -19,7 +19,9 @@ class ModelSettings:
     """The base model and how its text encoder is read."""
 
     path: str = setting("", "base model: a .safetensors or .ckpt file, a diffusers folder, or a hub name")
-    config: str | None = setting(None, "folder with the diffusers configuration of a single file of unusual shape")
+    config: str | None = setting(
+        None, "for a single file of unusual sizes: a JSON file with unet, vae, text_encoder, scheduler, or a diffusers folder"
+    )
     vae: str | None = setting(None, "another VAE: a file or a diffusers folder; the base model's own when absent")
     v2: bool | None = setting(None, "the file must be Stable Diffusion 2.x; found from the file when absent")
     clip_skip: int | None = setting(
@@ -82,8 +84,6 @@ class NetworkSettings:
     train_text_encoder: bool = setting(True, "adapt the text encoder")
     weights: str | None = setting(None, "adapter file to start from")
     dim_from_weights: bool = setting(False, "take each module's rank and alpha from weights")
-    base_weights: tuple[str, ...] = setting((), "adapter files merged into the base model before training")
-    base_weights_multiplier: tuple[float, ...] = setting((), "strength of each base weight; 1 when absent")
     scale_weight_norms: float | None = setting(
         None, "after each step, scale down adapters whose weight change has a larger norm", above=0.0
     )

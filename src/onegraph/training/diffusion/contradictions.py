@@ -103,12 +103,6 @@ def _network(settings: TrainingConfiguration, label: Label) -> Iterator[Onegraph
         if values is not None and len(values) != 25:
             why = "SD 1.x and 2.x UNets have 25 blocks: 12 down, 1 middle, 12 up."
             yield _problem(f"{name} has {len(values)} values", why, f'give 25 values: --network_args "{name}=4,4,..."', "block-values")
-    if len(network.base_weights_multiplier) > len(network.base_weights):
-        many, few = len(network.base_weights_multiplier), len(network.base_weights)
-        what = f"{label('network.base_weights_multiplier')} has {many} values for {few} files"
-        yield _problem(
-            what, "Each value belongs to one base weight.", f"give at most as many values as {label('network.base_weights')} has files"
-        )
 
 
 def _optimizer(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphError]:
