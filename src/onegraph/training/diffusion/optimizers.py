@@ -158,12 +158,11 @@ def optimizer_problems(settings: OptimizerSettings, label: Label) -> Iterator[On
         entry = find_optimizer(settings.name, name_label)
         arguments = parse_arguments(settings.arguments, arguments_label)
         package = entry.path.split(".")[0]
-        if arguments or entry.install or entry.path == settings.name:
-            if entry.install and importlib.util.find_spec(package) is None:
-                what = f"{name_label} {settings.name} needs the package {package}, which is not installed"
-                raise ConfigurationError(what, hint=entry.install, code="missing-package")
-            found = load_class(entry.path, name_label, entry.install)
-            check_argument_names(found, arguments, _RESERVED, arguments_label)
+        if entry.install and importlib.util.find_spec(package) is None:
+            what = f"{name_label} {settings.name} needs the package {package}, which is not installed"
+            raise ConfigurationError(what, hint=entry.install, code="missing-package")
+        if arguments or entry.path == settings.name:  # a known name without arguments needs no look into its package, which takes seconds
+            check_argument_names(load_class(entry.path, name_label, entry.install), arguments, _RESERVED, arguments_label)
     except OnegraphError as error:
         yield from error.problems if isinstance(error, ConfigurationError) and error.problems else (error,)
         return
