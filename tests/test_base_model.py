@@ -474,3 +474,18 @@ def test_the_demo_model_is_whole_and_small(root: Path) -> None:
     pictures = sorted((root / "demo" / "images" / "10_flat emoji").glob("*.png"))
     assert len(pictures) >= 60
     assert all(picture.with_suffix(".caption").read_text().startswith("a flat emoji of ") for picture in pictures)
+
+
+def test_2x_files_that_do_not_say_what_they_predict_get_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onegraph.training.diffusion import families
+
+    small = tiny.configuration(SD_V2)
+    monkeypatch.setattr(families.Family, "configuration", lambda self: json.loads(json.dumps(small)))
+    tensors = tiny.original_tensors(small)
+    model = tiny.build("text_encoder", small["text_encoder"])
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("cond_stage_model.")}
+    path = written(tmp_path / "m.safetensors", kept | tiny.openclip_tensors(model))
+    base = load_base_model(path)
+    assert base.family == SD_V2
+    assert "--v_parameterization" in base.notes[0]
+    assert load_base_model(path, v_parameterization=True).notes == ()

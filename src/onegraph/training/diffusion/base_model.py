@@ -31,6 +31,7 @@ FOLDER_STEMS: dict[Part, str] = {"unet": "diffusion_pytorch_model", "vae": "diff
 # Lie beside a VAE's weights in the files its own training wrote.
 BESIDE_VAE = ("loss.", "model_ema.", "logvar", "discriminator.")
 SHOWN = 3
+ASSUMED_EPSILON = "2.x files don't say what they predict; epsilon is assumed. A 768-v model needs --v_parameterization."
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def load_base_model(
     prediction = cast(PredictionType, scheduler.get("prediction_type", "epsilon"))
     if v_parameterization is not None:
         prediction = "v_prediction" if v_parameterization else "epsilon"
+        notes = [note for note in notes if note != ASSUMED_EPSILON]
     scheduler["prediction_type"] = prediction
     family = families.family_of(is_v2=is_v2, prediction_type=prediction)
     for module in modules.values():
@@ -239,7 +241,7 @@ def _configuration(path: Path, weights: Weights, model_config: str | Path | None
     if family.is_v2 and written.startswith("v"):
         family = families.SD_V2_V
     elif family.is_v2 and not written:
-        notes.append(f"{path.name}: 2.x files don't say what they predict; epsilon is assumed. A 768-v model needs --v_parameterization.")
+        notes.append(ASSUMED_EPSILON)
     return family.configuration(), f"the shipped configuration of {family.title}", notes
 
 
