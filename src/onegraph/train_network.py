@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from onegraph.cli.sd_flags import parse
+from onegraph.cli.sd_flags import flag_label, parse
 from onegraph.errors import MismatchError, NumericsError, OnegraphError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     training = False
     try:
-        with _plain_warnings(), launched(configuration) as launch:
+        with _plain_warnings(), launched(configuration, label=flag_label) as launch:
             session = prepare(lay_groundwork(launch, _say), _say)
             _say(str(session.warm_up))
             _say(_plan_text(session))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,8 @@ from torch.amp import GradScaler
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_settings
 from onegraph.errors import ConfigurationError
 from onegraph.training.diffusion.configuration import TrainingConfiguration
+
+Label = Callable[[str], str]
 
 PRECISIONS: Mapping[str, torch.dtype] = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The names of mixed precision -> what is computed in."""
@@ -32,6 +34,7 @@ class Launch:
         precision: fp32, or the dtype of autocast and of the frozen weights.
         scaler: For fp16 only.
         compile_settings: How models are compiled, with the origin of each value.
+        label: How a setting is called in messages: "run.seed" -> "--seed".
     """
 
     configuration: TrainingConfiguration
@@ -39,6 +42,7 @@ class Launch:
     precision: torch.dtype
     scaler: GradScaler | None
     compile_settings: CompileSettings
+    label: Label = str
 
     @property
     def mixed_precision(self) -> str:
@@ -47,7 +51,7 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(configuration: TrainingConfiguration, environment: Mapping[str, str] | None = None) -> Iterator[Launch]:
+def launched(configuration: TrainingConfiguration, environment: Mapping[str, str] | None = None, *, label: Label = str) -> Iterator[Launch]:
     """Reads accelerate's settings and checks them, the compiler included, before anything is loaded.
 
     accelerate is told not to compile: what ``accelerate config`` says about dynamo is read here, and the models are compiled in place.
@@ -68,7 +72,8 @@ def launched(configuration: TrainingConfiguration, environment: Mapping[str, str
         )
     configuration = replace(configuration, precision=replace(configuration.precision, mixed_precision=mixed))
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in {"1", "true", "yes"} or not torch.accelerator.is_available()
-    configuration.check("cpu" if on_cpu else None)
+    if problems := configuration.problems("cpu" if on_cpu else None, label=label):
+        raise ConfigurationError.collected(problems)
     settings = resolve_settings(environment, flags=configuration.compile.flags())
     check_toolchain(settings, device="cpu" if on_cpu else "cuda")
     _quiet_libraries()
@@ -89,6 +94,7 @@ def launched(configuration: TrainingConfiguration, environment: Mapping[str, str
             precision=PRECISIONS[mixed],
             scaler=scaler,
             compile_settings=settings,
+            label=label,
         )
     finally:
         if ours:

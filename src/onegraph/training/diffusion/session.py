@@ -105,8 +105,10 @@ def prepare(ground: Groundwork, say: Say) -> Session:
         _require_steps_left(ground.saved, num_steps)
     num_epochs = batches.num_epochs(num_steps, accumulation)
     groups = parameter_groups({part: adapters.parameters() for part, adapters in parts.items()}, configuration.optimizer, block_of=block_of)
-    optimizer = make_optimizer(configuration.optimizer, groups)
-    learning_rates = make_schedule(configuration.schedule, optimizer, num_steps, optimizer_settings=configuration.optimizer)
+    optimizer = make_optimizer(configuration.optimizer, groups, label=launch.label)
+    learning_rates = make_schedule(
+        configuration.schedule, optimizer, num_steps, optimizer_settings=configuration.optimizer, label=launch.label
+    )
     recipe = Recipe(
         unet=base.unet,
         text_encoder=base.text_encoder,
