@@ -92,6 +92,7 @@ def main() -> int:
 def train(output: Path, trainer_flags: Sequence[str]) -> int:
     """Runs the trainer through accelerate, as a user would; what it says is shown and kept in train.log."""
     shutil.rmtree(output / "logs", ignore_errors=True)
+    given = {flag.partition("=")[0] for flag in trainer_flags}
     command = [
         shown(Path(sys.executable).parent / "accelerate"),
         "launch",
@@ -102,7 +103,7 @@ def train(output: Path, trainer_flags: Sequence[str]) -> int:
         f"--train_data_dir={shown(IMAGES)}",
         f"--output_dir={shown(output)}",
         f"--logging_dir={shown(output / 'logs')}",
-        *RECIPE,
+        *(flag for flag in RECIPE if flag.partition("=")[0] not in given),
         *trainer_flags,
     ]
     environment = dict(os.environ)
