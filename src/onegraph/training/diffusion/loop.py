@@ -162,8 +162,11 @@ class Loop:
             loss = self._step([batch for _, _, batch in window])
             epoch, number, _ = window[-1]
             self._advance(epoch, number, len(window))
-            training.timings.add_step(time.perf_counter() - started, training.watch.compile_seconds - compiled_before)
+            compile_seconds = training.watch.compile_seconds - compiled_before
+            training.timings.add_step(time.perf_counter() - started, compile_seconds)
             self._report(loss, rates)
+            if compile_seconds > 0:
+                self._report_recompiles()
             self._between_steps(epoch_ended=training.position.batch == 0)
 
     def _window(self, stream: Iterator[tuple[int, int, Batch]]) -> list[tuple[int, int, Batch]]:
@@ -252,9 +255,12 @@ class Loop:
                     scalars[f"lr/d*lr/{name}"] = float(group["d"]) * rates[name]
             training.board.write(step, scalars)
         training.progress.update(step, self._epoch_number(), average, rates, training.timings)
+
+    def _report_recompiles(self) -> None:
+        training = self.training
         recompiles = training.watch.recompiles
         for recompile in recompiles[self._num_reported :]:
-            text = f"recompiled in step {step}: {recompile}"
+            text = f"recompiled in step {training.position.step}: {recompile}"
             self.outcome.recompiles.append(text)
             training.progress.say(text)
         self._num_reported = len(recompiles)

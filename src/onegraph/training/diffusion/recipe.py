@@ -86,6 +86,7 @@ class Recipe:
         self.device = device
         self.precision = precision
         self.train_text_encoder = train_text_encoder
+        self._weight_dtype = _weight_dtype(unet)
 
     def draw(self, batch: Batch, micro_step: int) -> Draws:
         """Makes the random decisions of batch number ``micro_step`` of the run: latents, noise, timesteps.
@@ -167,7 +168,7 @@ class Recipe:
 
     def _predict(self, latents: Tensor, timesteps: Tensor, text: Tensor, dtype: torch.dtype | None) -> Tensor:
         # The input takes the dtype of the weights: normalisation layers don't mix formats, and autocast leaves them alone.
-        inner = dtype if dtype is not None else _weight_dtype(self.unet)
+        inner = dtype if dtype is not None else self._weight_dtype
         prediction: Tensor = self.unet(latents.to(inner), timesteps, text.to(inner), return_dict=False)[0]
         return prediction
 
