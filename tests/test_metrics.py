@@ -94,6 +94,8 @@ def test_rates_that_differ_are_named() -> None:
 def test_terminal_gets_a_bar_and_lines_above_it() -> None:
     stream = Terminal()
     progress = ProgressDisplay(4, stream=stream)
+    assert not stream.getvalue()
+    progress.start()
     progress.update(2, epoch=1, loss=0.125, rates={"unet": 1e-4}, timings=Timings())
     progress.say("saved [somewhere]")
     progress.close()

@@ -149,6 +149,10 @@ class ProgressDisplay:
             )
             self._bar = Progress(*columns, console=self._console, auto_refresh=False)
             self._task = self._bar.add_task("steps", total=total, completed=done, text="")
+
+    def start(self) -> None:
+        """Shows the bar; what is printed before stands above it."""
+        if self._bar is not None:
             self._bar.start()
 
     def update(self, step: int, epoch: int, loss: float, rates: Mapping[str, float], timings: Timings) -> None:

@@ -133,6 +133,7 @@ class Loop:
             MismatchError: ``--compile_check=strict`` found a difference.
         """
         training = self.training
+        training.progress.start()
         try:
             with Interruption() as interruption:
                 before_training(training.optimizer)
