@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from onegraph.training.diffusion import loop
 from tiny_run import Ingredients, assert_same_weights, differ, make_images, make_ingredients, metadata, train, weights
@@ -77,9 +78,10 @@ def test_no_metadata_and_another_seed(tiny: Ingredients, tmp_path: Path) -> None
 VARIED = ["--shuffle_caption", "--caption_tag_dropout_rate=0.3", "--flip_aug", "--noise_offset=0.05", "--network_dropout=0.3"]
 OPTIMIZERS = {
     "AdamW": ["--optimizer_type=AdamW", "--lr_scheduler=cosine", "--learning_rate=1e-2"],
-    "AdamW8bit": ["--use_8bit_adam", "--lr_scheduler=cosine_with_restarts", "--lr_scheduler_num_cycles=2", "--learning_rate=1e-2"],
+    "AdamW8bit": ["--use_8bit_adam", "--lr_scheduler=cosine_with_restarts", "--lr_scheduler_num_cycles=2", "--network_dim=64"],
     "Prodigy": ["--optimizer_type=Prodigy"],
     "AdamWScheduleFree": ["--optimizer_type=AdamWScheduleFree", "--learning_rate=1e-2"],
+    "fp16": ["--mixed_precision=fp16", "--allow_fp16_on_cpu", "--learning_rate=1e-2"],
 }
 
 
@@ -91,6 +93,10 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_weights(tiny: Ingredients,
     assert train(tiny.flags(tmp_path / "first", *flags, "--save_every_n_steps=4")) == 0
     state = tmp_path / "first" / "at-step00000004-state"
     assert json.loads((state / "state.json").read_text())["position"] == {"step": 4, "epoch": 1, "batch": 2, "micro_step": 8}
+    kept = torch.load(state / "optimizer.pt", weights_only=True)
+    dtypes = {value.dtype for value in tree_leaves(kept["optimizer"]["state"]) if isinstance(value, torch.Tensor)}
+    assert (torch.uint8 in dtypes) == (optimizer == "AdamW8bit")
+    assert ("scaler" in kept) == (optimizer == "fp16")
     assert train(tiny.flags(tmp_path / "second", *flags, f"--resume={state}")) == 0
     assert_same_weights(tmp_path / "straight" / "last.safetensors", tmp_path / "second" / "last.safetensors")
     assert differ(tmp_path / "straight" / "last.safetensors", tmp_path / "first" / "at-step00000004.safetensors")

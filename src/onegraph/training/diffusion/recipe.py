@@ -161,7 +161,7 @@ class Recipe:
             raise NumericsError(
                 f"The VAE makes NaN or infinity from {', '.join(wrong)}.",
                 why=f"It ran in {str(weight.dtype).removeprefix('torch.')}.",
-                hint="--no_half_vae runs the VAE in float32; if that doesn't help, another VAE with --vae=FILE",
+                hint="another VAE with --vae=FILE",
                 code="latent-not-finite",
             )
         return latents
