@@ -88,7 +88,6 @@ def warm_up(
 
     Raises:
         MismatchError: Compiled and eager differ.
-        CompileError: The backend failed.
     """
     compiled = [
         # encode() calls the text encoder's layers, not the model: it is compiled by layers in either case
