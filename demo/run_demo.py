@@ -38,10 +38,10 @@ RECIPE = [
     "--save_model_as=safetensors",
 ]
 
-SUBJECTS = ["red apple", "cat face", "hamburger", "bear", "tiger face", "frog"]
+SUBJECTS = ["red apple", "cat face", "hamburger", "bear", "tiger face"]
 STYLES = {"a flat emoji of": "the training images' style", "a 3d emoji of": "the model's own style"}
 SIZE = 128
-NUM_SAMPLE_STEPS = 30
+NUM_SAMPLE_STEPS = 20
 GUIDANCE = 4.0
 SEED = 5
 LOSS_CURVE = "loss/current"
