@@ -147,11 +147,15 @@ def reports(log: str) -> list[str]:
 
 def draw_picture(output: Path, picture: Path) -> None:
     """Samples without and with the new LoRA, the same prompts and seeds, and writes the picture."""
+    import torch
+
     import picture as layout
     from onegraph.checkpoint import load_parts, read
     from onegraph.training.diffusion.base_model import load_base_model
     from onegraph.training.diffusion.sampling import SamplePrompt, sample
 
+    # operations this small gain nothing from a second thread, and lose much where the cores are busy
+    torch.set_num_threads(1)
     network = output / "last.safetensors"
     trained = read(network).metadata
     clip_skip = None if trained["ss_clip_skip"] == "None" else int(trained["ss_clip_skip"])
