@@ -1,0 +1,80 @@
+"""Inductor itself: the fault that makes it train on zero gradients, the switch against it, and the check that finds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onegraph as og
+from onegraph.checking import Report
+from onegraph.compiling import protections_for
+from onegraph.errors import MismatchError
+
+CHANNELS = 32
+SIZE = 16
+
+
+class Resnet(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(8, inputs)
+        self.convolution = nn.Conv2d(inputs, CHANNELS, 3, padding=1)
+        self.shortcut = nn.Conv2d(inputs, CHANNELS, 1)
+        self.mix = nn.Conv2d(CHANNELS, CHANNELS, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.shortcut(x) + self.convolution(F.silu(self.norm(x)))
+        result: Tensor = h + self.mix(h)
+        return result
+
+
+class Ladder(nn.Module):
+    """Down two levels and up again by nearest upsampling, with skips: the shape of a UNet, small enough to compile in a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.ModuleList([Resnet(CHANNELS), Resnet(CHANNELS)])
+        self.down = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2, padding=1) for _ in range(2))
+        self.middle = Resnet(CHANNELS)
+        self.up = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+        self.exit = nn.ModuleList([Resnet(2 * CHANNELS), Resnet(2 * CHANNELS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for resnet, down in zip(self.entry, self.down, strict=True):
+            x = resnet(x)
+            skips.append(x)
+            x = down(x)
+        x = self.middle(x)
+        for up, resnet in zip(self.up, self.exit, strict=True):
+            x = up(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+            x = resnet(torch.cat([x, skips.pop()], dim=1))
+        return x
+
+
+def checked(*, protect: bool) -> Report:
+    torch.manual_seed(0)
+    ladder = Ladder().to(torch.bfloat16)
+    og.attach(ladder, og.LoRA(rank=4), targets=["mix"])
+    og.compile(ladder, backend="inductor", regions="whole", protect=protect)
+    return og.check(ladder, torch.randn(1, CHANNELS, SIZE, SIZE, dtype=torch.bfloat16))
+
+
+@pytest.mark.inductor
+def test_protected_gradients_are_right() -> None:
+    report = checked(protect=True)
+    assert report.right, str(report)
+    assert report.graphs == 2
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not protections_for("inductor"), reason="this torch has no fault to protect against")
+def test_without_the_protection_the_check_finds_zero_gradients() -> None:
+    report = checked(protect=False)
+    assert not report.right
+    zero = [row for row in report.comparison.faults if row.compiled_norm == 0]
+    assert zero
+    with pytest.raises(MismatchError, match="exactly zero"):
+        report.comparison.raise_if_wrong()
