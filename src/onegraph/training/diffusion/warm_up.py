@@ -54,7 +54,7 @@ class WarmUp:
         breaks = self.watch.breaks
         lines.append(
             f"  {'result':<12}{self.watch.graphs} graphs for {self.num_shapes} image size{'' if self.num_shapes == 1 else 's'}, "
-            f"{sum(breaks.values())} graph breaks, {len(self.watch.recompiles)} recompiles, {self.watch.compile_seconds:.1f} s compiling"
+            f"{len(breaks)} graph breaks, {len(self.watch.recompiles)} recompiles, {self.watch.compile_seconds:.1f} s compiling"
         )
         return "\n".join([*lines, *(f"  {'break':<12}{reason}" for reason in breaks)])
 
