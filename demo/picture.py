@@ -14,6 +14,7 @@ from PIL.Image import Image
 INK, MUTED, LINE, BAND = "#222222", "#777777", "#2f6db5", "#a9c4e4"
 COLUMN_INCHES = 1.15
 CURVE_INCHES = 1.7
+LABEL_INCHES = 1.5
 DOTS_PER_INCH = 150
 
 
@@ -39,7 +40,7 @@ def draw(path: Path, rows: Sequence[Row], subjects: Sequence[str], losses: Mappi
         footnote: One line at the bottom, small.
     """
     num_lines = 2 * len(rows)
-    width = COLUMN_INCHES * len(subjects) + 1.5
+    width = LABEL_INCHES + COLUMN_INCHES * len(subjects) + 0.15
     heights = [1.0] * num_lines + [CURVE_INCHES / COLUMN_INCHES]
     figure = plt.figure(figsize=(width, COLUMN_INCHES * num_lines + CURVE_INCHES + 1.5), facecolor="white")
     figure.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=12, fontweight="bold", color=INK)
@@ -48,8 +49,8 @@ def draw(path: Path, rows: Sequence[Row], subjects: Sequence[str], losses: Mappi
         len(subjects),
         figure=figure,
         height_ratios=heights,
-        left=0.17,
-        right=0.985,
+        left=LABEL_INCHES / width,
+        right=1 - 0.12 / width,
         top=0.915,
         bottom=0.085,
         hspace=0.07,
