@@ -206,6 +206,54 @@ def test_every_way_to_name_a_function_is_refused(tmp_path: Path, canary: Path, n
     assert not (Path.cwd() / "CANARY").exists()
 
 
+def _doubled(times: int) -> bytes:
+    """A tuple that holds the one before twice, so many times over: endless to whoever hashes or prints it."""
+    return b")" + b"".join(b"q" + bytes([place]) + b"h" + bytes([place]) + b"\x86" for place in range(times))
+
+
+ENDLESS = {
+    "a key": (b"\x80\x02}" + _doubled(60) + b"K\x01s.", "no-weights"),
+    "a name": (b"\x80\x04" + _doubled(60) + b"\x8c\x01a\x93.", "model-file-damaged"),
+    "a text": (b"\x80\x02c_codecs\nencode\n" + _doubled(60) + b"\x85R.", "no-weights"),
+    "a storage's type": (b"\x80\x02(X\x07\x00\x00\x00storage" + _doubled(60) + b"K\x01K\x01K\x01tQ.", "model-file-damaged"),
+    "a storage's name": (
+        b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + _doubled(60) + b"K\x01K\x01tQ.",
+        "model-file-damaged",
+    ),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_program_that_grows_without_end_is_not_followed(tmp_path: Path, name: str) -> None:
+    program, code = ENDLESS[name]
+    path = tmp_path / "m.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+    with pytest.raises(ModelFileError) as caught:
+        read_pickled_weights(path)
+    assert caught.value.code == code
+
+
+@pytest.mark.timeout(10)
+def test_a_dict_that_holds_itself_under_the_name_of_a_state_dict_is_read_once(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"w": torch.ones(2)}
+    content["model"] = content
+    assert list(read_pickled_weights(write(tmp_path / "m.ckpt", content)).tensors) == ["w"]
+
+
+def test_a_member_unpacks_to_no_more_than_its_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "m.ckpt", {"w": torch.ones(2)})
+    source = io.BytesIO(path.read_bytes())
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for info in archive.infolist():
+            content = archive.read(info)
+            packed.writestr(info.filename, content + bytes(1_000_000) if "data/" in info.filename else content)
+    tensor = read_pickled_weights(path).tensors["w"]
+    assert torch.equal(tensor, torch.ones(2))
+    assert tensor.untyped_storage().nbytes() == 8
+
+
 def test_all_refused_names_are_listed_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "m.ckpt", {"a": Runs(eval, "1"), "b": Runs(os.system, "true")})
     with pytest.raises(ModelFileError, match=r"builtins\.eval, posix\.system"):

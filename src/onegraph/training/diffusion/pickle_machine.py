@@ -207,7 +207,10 @@ class Machine:
 
     def look_up(self, module: object, name: object) -> Global | StandIn:
         """The name as data, noting whether it is unknown."""
-        module = PYTHON_2_MODULES.get(str(module), str(module))
+        if not isinstance(module, str) or not isinstance(name, str):
+            # Never written out: a container that holds itself many times over is endless as text.
+            raise ValueError(f"a {type(module).__name__} and a {type(name).__name__} are given as a name")
+        module = PYTHON_2_MODULES.get(module, module)
         full = f"{module}.{name}"
         if (
             full == REBUILD_SUBCLASS
@@ -247,7 +250,9 @@ class Machine:
         _, kind, key, _, count = identity[:5]
         dtype = _storage_dtype(kind.name) if isinstance(kind, Global) else None
         if dtype is None:
-            raise ValueError(f"a storage of the unknown type {getattr(kind, 'name', kind)}")
+            raise ValueError(f"a storage of the unknown type {getattr(kind, 'name', type(kind).__name__)}")
+        if not isinstance(key, str | int):
+            raise ValueError(f"a storage named by a {type(key).__name__}")
         if len(identity) > 5 and identity[5] is not None:
             raise ValueError("a storage that is a view of another, as torch before 0.4 wrote")
         self.storages[str(key)] = dtype
@@ -260,7 +265,12 @@ def _paired(items: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _hashable(key: object) -> bool:
-    return isinstance(key, str | int | float | bytes | StandIn | Global | None) or (isinstance(key, tuple) and all(map(_hashable, key)))
+    """Whether a value can be a key: a plain one, or a flat tuple of plain ones (tuples of tuples could take for ever to hash)."""
+    return _plain(key) or (isinstance(key, tuple) and all(map(_plain, key)))
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bytes | StandIn | Global | None)
 
 
 def _extend(stack: list[Any], items: list[Any]) -> None:
@@ -319,7 +329,7 @@ def _items(items: Sequence[Any] = (), *_: object) -> list[Any]:
 
 
 def _encode(text: object = "", *_: object) -> bytes:
-    return str(text).encode("latin-1", "replace")
+    return text.encode("latin-1", "replace") if isinstance(text, str) else b""
 
 
 # Every name that does anything, and what it does: nothing here is reached by importing.

@@ -18,6 +18,7 @@ from onegraph.training.diffusion.pickle_machine import Machine, Storage, TensorR
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 # What a cut or altered file makes of the reading.
 BROKEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, struct.error, RuntimeError, OSError)
+DEEPEST = 8
 NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "net", "weights", "params")
 
 
@@ -132,13 +133,16 @@ def _open_zip(path: Path, machine: Machine) -> tuple[Any, Callable[[Storage], to
     mapped = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
 
     def load(storage: Storage) -> torch.UntypedStorage:
-        info = members[f"{root}data/{storage.key}"]
+        info = members.get(f"{root}data/{storage.key}")
+        if info is None:
+            raise ValueError(f"its storage {storage.key} is missing")
         size = storage.num_elements * storage.dtype.itemsize
         if info.file_size < size:
             raise ValueError(f"storage {storage.key} has {info.file_size} bytes of {size}")
         if info.compress_type != zipfile.ZIP_STORED:
-            with zipfile.ZipFile(path) as archive:
-                return torch.frombuffer(bytearray(archive.read(info)), dtype=torch.uint8).untyped_storage()
+            # No more than is asked for: a few bytes can unpack to gigabytes.
+            with zipfile.ZipFile(path) as archive, archive.open(info) as stream:
+                return torch.frombuffer(bytearray(stream.read(size)), dtype=torch.uint8).untyped_storage()
         with path.open("rb") as stream:
             stream.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", stream.read(4))
@@ -163,6 +167,8 @@ def _open_legacy(path: Path, stream: BinaryIO, machine: Machine) -> tuple[Any, C
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
         (count,) = struct.unpack("<q", stream.read(8))
+        if not isinstance(key, str | int) or str(key) not in machine.storages or count < 0:
+            raise ValueError(f"a storage of {count} elements that belongs to no tensor")
         size = count * machine.storages[str(key)].itemsize
         places[str(key)] = (stream.tell(), size)
         stream.seek(size, 1)
@@ -206,7 +212,9 @@ def _tensor(recipe: TensorRecipe, load: Callable[[Storage], torch.UntypedStorage
 def _named_tensors(value: object) -> Iterator[tuple[str, TensorRecipe]]:
     """The tensors under names: those of ``state_dict`` or the like, else those at the top."""
     found = value
-    while isinstance(found, dict):
+    for _ in range(DEEPEST):  # a dict may hold itself
+        if not isinstance(found, dict):
+            break
         inner = next((found[name] for name in NESTED_UNDER if isinstance(found.get(name), dict)), None)
         if inner is None or not any(isinstance(item, TensorRecipe) for item in _recipes(inner)):
             break
