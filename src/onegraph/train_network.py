@@ -34,20 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configuration = parse(arguments)
     except OnegraphError as error:
         return _failed(error, BAD_INPUT)
-    # the flags are read without torch: a mistake in them is reported at once
-    from onegraph.training.diffusion.groundwork import lay_groundwork
-    from onegraph.training.diffusion.launch import launched
-    from onegraph.training.diffusion.loop import Loop
-    from onegraph.training.diffusion.session import prepare
-
     training = False
     try:
+        # the flags are read without torch: a mistake in them is reported at once
+        from onegraph.compiling.failures import explained
+        from onegraph.training.diffusion.groundwork import lay_groundwork
+        from onegraph.training.diffusion.launch import launched
+        from onegraph.training.diffusion.loop import Loop
+        from onegraph.training.diffusion.session import prepare
+
         with _plain_warnings(), launched(configuration, label=flag_label) as launch:
             session = prepare(lay_groundwork(launch, _say), _say)
             _say(str(session.warm_up))
             _say(_plan_text(session))
             training = True
-            outcome = Loop(session.training).run()
+            with explained(launch.compile_settings.backend):
+                outcome = Loop(session.training).run()
             _say(_end_text(session, outcome))
             return outcome.exit_status
     except OnegraphError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onegraph.adapters import Adapters
 from onegraph.checking import Comparison, compare_step
 from onegraph.compiling import Compiled, CompileSettings, Watch, compile
+from onegraph.compiling.failures import explained
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.recipe import Draws, Recipe
 from onegraph.training.diffusion.state import random_states, restore_random_states
@@ -88,6 +89,7 @@ def warm_up(
 
     Raises:
         MismatchError: Compiled and eager differ.
+        CompileError: The backend fails, or the model is not one graph.
     """
     compiled = [
         # encode() calls the text encoder's layers, not the model: it is compiled by layers in either case
@@ -99,7 +101,7 @@ def warm_up(
     done = WarmUp(settings=settings, compiled=compiled, watch=Watch().start(), num_shapes=len(batches.sizes))
     if settings.active:
         say(f"compiling with {settings.backend} for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'} ...")
-        with _nothing_changed(parameters):
+        with _nothing_changed(parameters), explained(settings.backend):
             for number, draws in enumerate(_one_of_each_size(recipe, batches)):
                 if check == "strict" or (check == "start" and number == 0):
                     height, width = (side * PIXELS_PER_LATENT for side in draws.noised.latents.shape[2:])
