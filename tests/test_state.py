@@ -129,7 +129,11 @@ def _fail_as_torch_does(folder: Path) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
 
-@pytest.mark.parametrize("write", [_fail_with_full_disk, _fail_as_torch_does])
+def _fail_as_torch_does_at_the_end(folder: Path) -> None:
+    raise RuntimeError("basic_ios::clear: iostream error")
+
+
+@pytest.mark.parametrize("write", [_fail_with_full_disk, _fail_as_torch_does, _fail_as_torch_does_at_the_end])
 def test_full_disk_keeps_the_old_state(saved: SavedState, write: Callable[[Path], None]) -> None:
     with pytest.raises(OutputError) as caught:
         write_folder(saved.folder, write)

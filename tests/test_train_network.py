@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
+from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 from onegraph.training.diffusion import loop
@@ -348,6 +351,99 @@ def test_an_output_folder_that_is_a_file(tiny: Ingredients, tmp_path: Path, caps
     (tmp_path / "out").write_text("a file")
     assert train(tiny.flags(tmp_path / "out")) == 2
     assert "is a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "code"),
+    [
+        ("x" * 240, "", "name-too-long"),
+        ("x" * 400, "", "name-too-long"),
+        ("cat", "cat.safetensors/folder", "is-a-folder"),
+        ("cat", "cat-state", "is-a-file"),
+        ("cat", "sample", "is-a-file"),
+    ],
+    ids=["name too long while it is written", "name too long", "a folder there", "a file in the state's place", "a file for samples"],
+)
+def test_what_can_not_be_written_in_the_end_is_found_in_the_beginning(
+    tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, there: str, code: str
+) -> None:
+    if there.endswith("folder"):
+        (tmp_path / there).mkdir(parents=True)
+    elif there:
+        (tmp_path / there).write_text("mine")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat")
+    flags = ["--max_train_steps=1", f"--output_name={name}", "--save_state", f"--sample_prompts={prompts}", "--sample_every_n_steps=1"]
+    assert train(tiny.flags(tmp_path, *flags)) == 2
+    said = capsys.readouterr()
+    assert f"[{code}]" in said.err
+    assert "adapters on" not in said.out  # no model was loaded
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+@pytest.mark.parametrize("num_kilobytes", [4, 40, 100, 160, 280])
+@pytest.mark.parametrize("written", ["states", "curves", "samples"])
+def test_a_full_disk_is_one_clear_error_and_leaves_whole_files(
+    tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str, num_kilobytes: int
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_kilobytes}k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user can't mount a small file system")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat --s 1 --w 64 --h 64")
+    flags = {
+        "states": ["--save_state"],
+        "curves": [f"--logging_dir={disk / 'logs'}"],
+        "samples": [f"--sample_prompts={prompts}", "--sample_every_n_steps=1"],
+    }
+    try:
+        assert train(tiny.flags(disk, "--max_train_steps=20", "--save_every_n_steps=1", "--network_dim=1", *flags[written])) in {1, 2}
+        error = capsys.readouterr().err
+        assert re.search(r"\[(disk-full|state-not-written|log-not-written)\]", error)
+        for path in disk.rglob("*"):
+            assert not path.name.startswith("."), "a temporary file was left"
+            if path.suffix == ".safetensors":
+                weights(path)
+            elif path.suffix == ".png":
+                Image.open(path).load()
+        assert all((state / "state.json").exists() for state in disk.glob("*-state"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "in a later step"])
+def test_a_compilation_that_fails_is_one_clear_error(
+    tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    forward = Attention.forward
+    calls = 0
+
+    def breaks(self: Attention, *arguments: object, **keywords: object) -> object:
+        torch._dynamo.graph_break()
+        return forward(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    def breaks_later(step: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            monkeypatch.setattr(Attention, "forward", breaks)
+            torch._dynamo.reset()
+
+    if moment == "in a later step":
+        original = loop.Loop._advance
+        monkeypatch.setattr(loop.Loop, "_advance", lambda self, *given: (breaks_later(1), original(self, *given))[1])
+    else:
+        monkeypatch.setattr(Attention, "forward", breaks)
+    flags = ["--max_train_steps=4", "--save_every_n_steps=1", "--dynamo_backend=eager", "--compile_check=off"]
+    assert train(tiny.flags(tmp_path, *flags)) == (1 if moment == "in a later step" else 2)
+    error = capsys.readouterr().err
+    assert "[graph-break]" in error
+    assert "--dynamo_use_fullgraph=no" in error
+    assert "in breaks (" in error
+    assert (tmp_path / "at-step00000002.safetensors").exists() == (moment == "in a later step")
+    assert not (tmp_path / "last.safetensors").exists()
 
 
 def test_an_unexpected_error_keeps_its_traceback(tiny: Ingredients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

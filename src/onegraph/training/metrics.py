@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from torch.utils.tensorboard import SummaryWriter
+
+from onegraph.errors import OutputError
 
 WINDOW_STEPS = 50
 FIRST_INTERVAL_SECONDS = 10.0
@@ -205,6 +208,8 @@ def _rates_text(rates: Mapping[str, float]) -> str:
 class TensorBoard:
     """Scalars and the configuration of a run, as TensorBoard event files in ``folder``.
 
+    Every method raises OutputError, ``log-not-written``, when the disk is full or gone.
+
     Args:
         folder: The run's own folder.
         configuration: Shown under HPARAMS; values that are not numbers, booleans or strings are written as text.
@@ -212,18 +217,33 @@ class TensorBoard:
 
     def __init__(self, folder: Path, configuration: Mapping[str, object]) -> None:
         self.folder = folder
-        self._writer = SummaryWriter(log_dir=str(folder), flush_secs=10)
         values = {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in configuration.items()}
-        self._writer.add_hparams(values, {}, run_name=".")
+        with self._explained():
+            self._writer = SummaryWriter(log_dir=str(folder), flush_secs=10)
+            self._writer.add_hparams(values, {}, run_name=".")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one point to each named curve."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        with self._explained():
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
-        self._writer.close()
+        with self._explained():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A disk that is full, as an error of ours; the writer's thread reports it at the next call."""
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"The curves in {self.folder} could not be written: {error.strerror or error}.",
+                hint="free space there, another --logging_dir, or none",
+                code="log-not-written",
+            ) from error
 
 
 def run_folder(logging_folder: Path, prefix: str, started_at: float, name: str = "network_train") -> Path:

@@ -6,6 +6,7 @@ optimiser steps everywhere: accumulation never changes how many the user asked f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onegraph.compiling import Watch
-from onegraph.errors import NumericsError
+from onegraph.errors import NumericsError, OutputError
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.diffusion.optimizers import before_training
@@ -145,13 +146,20 @@ class Loop:
             if interruption and not finished:
                 self.outcome.interrupted = interruption.name
                 self.outcome.exit_status = interruption.exit_status
-        finally:
-            training.progress.close()
-            if training.board is not None:
-                training.board.close()
+        except BaseException:
+            # what went wrong is worth more than the end of the curves
+            self._close(quietly=True)
+            raise
+        self._close(quietly=False)
         self.outcome.position = training.position
         self.outcome.loss = self._average.mean
         return self.outcome
+
+    def _close(self, *, quietly: bool) -> None:
+        self.training.progress.close()
+        if self.training.board is not None:
+            with contextlib.suppress(OutputError) if quietly else contextlib.nullcontext():
+                self.training.board.close()
 
     def _train(self, interruption: Interruption) -> None:
         training = self.training

@@ -17,7 +17,7 @@ from torch import nn
 
 from onegraph.adapters import Adapters
 from onegraph.checkpoint import file_hash, save_kohya
-from onegraph.checkpoint.atomic import make_folder
+from onegraph.checkpoint.atomic import atomic_write, make_folder
 from onegraph.compiling import eager
 from onegraph.errors import ConfigurationError
 from onegraph.training.diffusion.base_model import BaseModel, load_base_model
@@ -204,7 +204,7 @@ def draw_samples(ground: Groundwork, base: BaseModel, step: int, epoch: int) -> 
     for number, (prompt, image) in enumerate(zip(ground.prompts, images, strict=True)):
         seed = ground.seed if prompt.seed is None else prompt.seed
         path = folder / f"{configuration.saving.name}_{step:06d}_{number:02d}_{seed}.png"
-        image.save(path)
+        atomic_write(path, partial(image.save, format="PNG"))
         paths.append(path)
     return paths
 

@@ -306,7 +306,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
         if isinstance(error, OSError) or _is_full_disk(error):
             raise OutputError(
                 f"The state {folder} could not be written: {error}",
-                why="Nothing was left half-written; an older state of that name is still there.",
+                why="Nothing was left half-written; if there was an older state of that name, it is still there.",
                 hint="free space or choose another --output_dir",
                 code="state-not-written",
             ) from error
@@ -318,7 +318,8 @@ def _is_full_disk(error: BaseException) -> bool:
     """PyTorch and safetensors report a failed write as an error of their own, not as an OSError."""
     message = str(error)
     return not isinstance(error, (KeyboardInterrupt, SystemExit)) and any(
-        sign in message for sign in ("No space left", "unexpected pos", "PytorchStreamWriter failed", "file write failed", "os error")
+        sign in message
+        for sign in ("No space left", "unexpected pos", "PytorchStreamWriter failed", "iostream error", "file write failed", "os error")
     )
 
 
