@@ -27,7 +27,8 @@ def atomic_write(path: str | os.PathLike[str], write: Write, *, num_bytes: int |
         num_bytes: Size of the new file in bytes where it is known; too little free space is then found before writing.
 
     Raises:
-        OutputError: ``disk-full``, ``not-writable``, ``folder-missing``, ``is-a-folder`` or ``output``. The old file is still there.
+        OutputError: ``disk-full``, ``not-writable``, ``folder-missing``, ``is-a-folder``, ``name-too-long`` or ``output``. The old file
+            is still there.
     """
     atomic_write_all({Path(path): write}, num_bytes=num_bytes)
 
@@ -47,7 +48,9 @@ def atomic_write_all(files: Mapping[Path, Write], *, num_bytes: int | None = Non
     for path in targets:
         check_writable(path)
     _check_free_space(targets, num_bytes)
-    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp") for path in targets}
+    for path in targets:
+        check_name(path)
+    temporaries = {path: _temporary(path) for path in targets}
     try:
         for path, write in targets.items():
             with _explained(path, temporaries[path], num_bytes):
@@ -62,6 +65,25 @@ def atomic_write_all(files: Mapping[Path, Write], *, num_bytes: int | None = Non
                 temporary.unlink()
     for folder in {path.parent for path in targets}:
         _flush_folder(folder)
+
+
+def check_name(path: Path) -> None:
+    """Raise OutputError now where the name is too long for its disk, the ending of the temporary file counted."""
+    try:
+        longest = os.pathconf(path.parent, "PC_NAME_MAX")
+    except (OSError, ValueError, AttributeError):
+        return
+    num_bytes = len(os.fsencode(_temporary(path).name))
+    if num_bytes > longest:
+        raise OutputError(
+            f"The name {path.name} is too long: a file there may have {longest} bytes, and while it is written it has {num_bytes}.",
+            hint=f"a name that is shorter by {num_bytes - longest} letters or more",
+            code="name-too-long",
+        )
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def check_writable(path: Path) -> None:

@@ -93,7 +93,7 @@ def range_problems(settings: object, label: Callable[[str], str] = str) -> list[
         for item in value if isinstance(value, tuple) else (value,):
             if item is None or _allowed(item, entry):
                 continue
-            hint = f"it must be {range_text(entry)}"
+            hint = f"it must be {range_text(entry) or 'text without a null character'}"
             choices = [str(choice) for choice in entry.metadata.get("choices") or ()]
             near = nearest(str(item), choices)
             found.append(
@@ -113,6 +113,8 @@ def _allowed(value: object, entry: dataclasses.Field[Any]) -> bool:
     limits = entry.metadata
     if limits.get("choices") and value not in limits["choices"]:
         return False
+    if isinstance(value, str) and "\0" in value:
+        return False  # ends a path half-way for the operating system
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     if not math.isfinite(value):

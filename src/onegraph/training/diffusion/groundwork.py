@@ -18,6 +18,7 @@ from onegraph.training.diffusion.folders import find_subsets
 from onegraph.training.diffusion.launch import Launch
 from onegraph.training.diffusion.sample_prompts import read_sample_prompts
 from onegraph.training.diffusion.sampling import SamplePrompt
+from onegraph.training.diffusion.saving import SavePlan
 from onegraph.training.diffusion.state import SavedState, check_resumable, read_state
 
 Say = Callable[[str], None]
@@ -50,7 +51,7 @@ def lay_groundwork(launch: Launch, say: Say) -> Groundwork:
     """Checks everything that needs no model: output folder, state, prompts, captions, images.
 
     Raises:
-        OutputError: The output or log folder can't be written.
+        OutputError: The output or log folder, or a file in it that the run will write, can't be written.
         CheckpointError, ConfigurationError: The state can't be resumed with these settings.
         DataError: Images or captions that can't be used.
     """
@@ -60,6 +61,9 @@ def lay_groundwork(launch: Launch, say: Say) -> Groundwork:
     for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
         make_folder(Path(folder))
         check_writable(Path(folder) / "onegraph-probe")
+    SavePlan(configuration.saving, num_epochs=1).check_places()
+    if configuration.sampling.prompts:
+        make_folder(Path(configuration.saving.output_dir) / "sample")
     saved = None
     if configuration.run.resume is not None:
         saved = read_state(Path(configuration.run.resume))

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from onegraph.checkpoint.atomic import check_name, check_writable
+from onegraph.errors import OutputError
 from onegraph.training.diffusion.configuration import SavingSettings
 from onegraph.training.diffusion.optimizers import before_saving, before_training
 
@@ -65,6 +67,19 @@ class SavePlan:
     def state(self, when: When, number: int) -> Path:
         """The state after optimiser step or epoch ``number`` (from 1)."""
         return self.folder / f"{self._stem(when, number)}-state"
+
+    def check_places(self) -> None:
+        """Raises OutputError now if a name of this run can't be written later: too long, or something else stands there."""
+        check_name(self.network("step", 0))
+        for path in (self.final_network, self.network("step", 0)):
+            check_writable(path)
+        for folder in (self.final_state, self.state("step", 0)):
+            if folder.exists() and not folder.is_dir():
+                raise OutputError(
+                    f"{folder} is a file, and the state of this run goes there.",
+                    hint="move it away, or choose another --output_name",
+                    code="is-a-file",
+                )
 
     def due_after_step(self, step: int) -> bool:
         """True when a file is to be written after optimiser step ``step``."""
