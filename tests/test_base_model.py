@@ -276,6 +276,14 @@ def test_mismatches_are_named(tmp_path: Path, components: Components, tensors: A
     assert "conv_norm_out.bias is missing" in text
 
 
+def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path, components: Components, tensors: Any) -> None:
+    key = "model.diffusion_model.time_embed.0.weight"
+    altered = {**tensors, key: tensors[key].to(torch.int8)}
+    with pytest.raises(ModelFileError, match=f"{key} holds int8, the model wants") as caught:
+        load_base_model(written(tmp_path / "m.safetensors", altered, components))
+    assert caught.value.code == "model-shapes"
+
+
 def first_layer(tensors: dict[str, Tensor], channels: int) -> dict[str, Tensor]:
     key = "model.diffusion_model.input_blocks.0.0.weight"
     return {**tensors, key: torch.zeros(8, channels, 3, 3)}
@@ -384,6 +392,25 @@ def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     path.write_bytes((20).to_bytes(8, "little") + b"{" * 20)
     with pytest.raises(ModelFileError, match="damaged safetensors header"):
         load_base_model(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["0","x"]}}',
+        b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F7","shape":[1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[99999999999,99999999999],"data_offsets":[0,4]}}',
+    ],
+    ids=["deep", "text for a number", "negative shape", "unknown dtype", "overflow"],
+)
+def test_an_impossible_header_is_named(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ModelFileError) as caught:
+        load_base_model(path)
+    assert caught.value.code == "model-file-damaged"
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, file: Path, components: Components) -> None:

@@ -86,6 +86,15 @@ def test_another_schedule_is_refused(config: dict[str, str]) -> None:
     assert raised.value.code == "noise-schedule"
 
 
+@pytest.mark.parametrize(
+    "config", [{"num_train_timesteps": -1}, {"num_train_timesteps": 0}, {"beta_start": 0.5}, {"beta_end": 3.0}, {"beta_start": -1.0}]
+)
+def test_an_impossible_schedule_is_refused(config: dict[str, float]) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        NoiseSchedule.from_config(config)
+    assert caught.value.code == "noise-schedule"
+
+
 def test_zero_terminal_with_epsilon_is_refused() -> None:
     with pytest.raises(ConfigurationError) as raised:
         NoiseSchedule.from_config({}, zero_terminal_snr=True)

@@ -178,7 +178,9 @@ def test_the_first_module_that_fails_is_named(path: str, words: str) -> None:
     with torch.no_grad():
         dict(getattr(models, part).named_parameters())[name].fill_(float("inf"))
     recipe = models.recipe()
-    assert words in recipe.first_not_finite(recipe.draw(batch(), 0))
+    said = recipe.first_not_finite(recipe.draw(batch(), 0))
+    assert words in said
+    assert f"The base model itself has weights that are not finite, the first in {name}" in said
     assert not any(module._forward_hooks for module in models.unet.modules())
 
 

@@ -339,7 +339,7 @@ def _filled(part: Part, configuration: Mapping[str, Any], converted: Converted, 
     """The module with every tensor from the file, or an error that names the first that don't fit."""
     try:
         module = _built(part, configuration)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ModelFileError(
             f"{path}: no {TITLES[part]} can be built from {source}: {error}", hint="Check the configuration.", code="model-config"
         ) from error
@@ -349,6 +349,12 @@ def _filled(part: Part, configuration: Mapping[str, Any], converted: Converted, 
         f"{converted.origin[name]} is {tuple(tensor.shape)}, the model wants {expected[name]}"
         for name, tensor in converted.tensors.items()
         if name in expected and tuple(tensor.shape) != expected[name]
+    ]
+    floating = {name for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+    shapes += [
+        f"{converted.origin[name]} holds {str(tensor.dtype).removeprefix('torch.')}, the model wants numbers with a fraction"
+        for name, tensor in converted.tensors.items()
+        if name in floating and not tensor.is_floating_point()
     ]
     unplaced = [f"{key} has no place in the model" for key in (*_unexpected(converted, expected), *leftover)]
     missing = [f"{name} is missing" for name in expected if name not in converted.tensors]

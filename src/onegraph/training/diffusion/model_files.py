@@ -178,8 +178,8 @@ def _check_length(path: Path, size: int) -> None:
         raise _truncated(path, size, 8 + length)
     try:
         header = json.loads(raw)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ModelFileError(f"{path} has a damaged safetensors header: {error}", hint=AGAIN, code="model-file-damaged") from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:

@@ -70,6 +70,11 @@ class NoiseSchedule:
 
         Source: rescaling: Common Diffusion Noise Schedules and Sample Steps are Flawed (Lin et al. 2023, arXiv 2305.08891), algorithm 1.
         """
+        if num_timesteps < 2 or not 0 < beta_start <= beta_end < 1:
+            what = f"the model's noise schedule has {num_timesteps} timesteps, and betas from {beta_start:g} to {beta_end:g}"
+            raise ModelFileError(
+                what, why="Betas are between 0 and 1 and don't fall; Stable Diffusion has 1000 of them.", code="noise-schedule"
+            )
         if beta_schedule == "scaled_linear":
             betas = torch.linspace(beta_start**0.5, beta_end**0.5, num_timesteps, dtype=torch.float64) ** 2
         elif beta_schedule == "linear":

@@ -142,7 +142,9 @@ class Recipe:
         with eager(), torch.no_grad(), _watched({"text encoder": self.text_encoder, "UNet": self.unet}, found):
             loss = float(self.loss(draws))
         if found:
-            return f"The first module with a NaN or infinite output is {found[0]}."
+            broken = [name for model in (self.unet, self.text_encoder) for name, value in model.named_parameters() if not _finite(value)]
+            base = f" The base model itself has weights that are not finite, the first in {broken[0]}." if broken else ""
+            return f"The first module with a NaN or infinite output is {found[0]}.{base}"
         if math.isfinite(loss):
             return f"Run eager, the same batch has the loss {loss:.6g}: the compiled model is wrong. Go on with --dynamo_backend=no."
         return "Every module's output is finite; the loss itself overflows."
@@ -177,6 +179,10 @@ class Recipe:
         if dtype is not None or self.precision == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.precision)
+
+
+def _finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())
 
 
 def _weight_dtype(model: nn.Module) -> torch.dtype:
