@@ -206,3 +206,11 @@ def test_without_leaves_out_images_and_their_captions(tmp_path: Path) -> None:
     rest = subset.without({tmp_path / "1_x" / "a.png"})
     assert [path.name for path in rest.images] == ["b.png"]
     assert rest.num_captions == 1
+
+
+def test_a_date_in_front_of_a_folders_name_is_no_number_of_repeats(tmp_path: Path) -> None:
+    touch(tmp_path / "20240131_trip" / "a.png", tmp_path / "1_cat" / "b.png")
+    error = refused(tmp_path)
+    assert error.code == "data-folder-repeats"
+    assert "20,240,131" in error.what
+    assert "1_20240131_trip" in error.hint

@@ -15,6 +15,7 @@ from pathlib import Path
 from onegraph.errors import ConfigurationError, DataError, nearest
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_MOST_SHOWINGS = 10_000_000
 _NUMBERED = re.compile(r"([0-9]+)(?:_(.*))?", re.DOTALL)
 
 
@@ -130,9 +131,23 @@ def find_subsets(train_data_dir: str | Path, *, caption_extension: str = ".capti
             empty.append(folder)
     if not subsets:
         raise _nothing_found(root, flag, empty, others, loose)
+    _require_an_epoch_that_ends(subsets, flag)
     _warn_about_left_out(root, flag, empty, others, loose)
     _warn_about_other_extension(subsets, extension)
     return subsets
+
+
+def _require_an_epoch_that_ends(subsets: Sequence[Subset], flag: str) -> None:
+    """A folder named by a date, ``20240131_trip``, would be shown 20 million times an epoch."""
+    total = sum(subset.repeats * len(subset.images) for subset in subsets)
+    if total > _MOST_SHOWINGS:
+        largest = max(subsets, key=lambda subset: subset.repeats)
+        raise DataError(
+            f"{flag}: an epoch would show {total:,} images; {largest.folder.name!r} repeats each of its own {largest.repeats:,} times",
+            why="The number in front of a folder's name says how often one epoch shows each of its images.",
+            hint=f"rename it, for instance to {'1_' + largest.folder.name!r}",
+            code="data-folder-repeats",
+        )
 
 
 def _checked_extension(extension: str) -> str:
