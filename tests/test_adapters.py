@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import onegraph as og
 from onegraph.adapters import Adapted, Adapters, adapters_of, attach, register_file_functions
 from onegraph.adapters import files as files_room
-from onegraph.errors import AdapterError, OnegraphError, TargetError
+from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, TargetError
 from onegraph.methods import LoRA
 
 TARGETS = ["query", "conv", "embed"]
@@ -200,6 +200,8 @@ def test_plan_folds_what_looks_alike() -> None:
         ({"targets": ["query"], "capacity": 0}, "capacity", "capacity=0"),
         ({"targets": ["query"], "name": ""}, "adapter-name", "''"),
         ({"targets": ["query"], "name": "a/b"}, "adapter-name", "folders"),
+        ({"targets": ["query"], "name": ".."}, "adapter-name", "folders"),
+        ({"targets": ["query"], "name": "a\0b"}, "adapter-name", "folders"),
         ({"targets": ["query"], "dtype": torch.int8}, "dtype", "int8"),
     ],
     ids=lambda value: value if isinstance(value, str) and "-" in value else None,
@@ -212,6 +214,12 @@ def test_refused(settings: dict[str, object], code: str, says: str) -> None:
     assert raised.value.code == code
     assert snapshot(model) == before
     assert adapters_of(model) is None
+
+
+def test_what_is_no_model_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="3 is not a model") as raised:
+        attach(3, LoRA(rank=3), targets=["0"])  # type: ignore[arg-type]
+    assert raised.value.code == "not-a-model"
 
 
 def test_grouped_convolution_needs_a_rank_of_its_groups() -> None:

@@ -315,3 +315,21 @@ def test_saving_without_an_active_adapter_asks_for_a_name(tmp_path: Path) -> Non
         save(adapters, tmp_path / "a.safetensors", name="defualt")
     assert raised.value.code == "unknown-adapter"
     save(adapters, tmp_path / "a.safetensors", name="default")
+
+
+@pytest.mark.parametrize("format", ["native", "peft"])
+def test_numbers_beyond_the_rank_are_not_dropped_without_a_word(tmp_path: Path, format: str) -> None:
+    place = tmp_path / ("x.safetensors" if format == "native" else "x")
+    model = net()
+    adapters = attach(model, LoRA(rank=2), targets=["query"], name="small", capacity=4)
+    randomise(adapters, "small")  # writes into the padding too
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.query\.down, blocks\.0\.query\.up") as caught:
+        save(adapters, place, name="small", format=format)
+    assert caught.value.code == "beyond-rank"
+    assert not list(tmp_path.rglob("*.*"))
+    adapters.load_tensors(
+        "small", {path: {key: value.clone() for key, value in layer.items()} for path, layer in adapters.tensors("small").items()}
+    )
+    save(adapters, place, name="small", format=format)
+    again = load(net(), place, name="small")
+    assert torch.equal(again.model(ids()), model(ids()))

@@ -45,8 +45,10 @@ def attach(
     Raises:
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.
         AdapterError: ``adapter-exists``, ``adapter-name``, ``rank-above-capacity``, ``adapted-elsewhere``.
-        ConfigurationError: ``not-a-method``, ``target-pattern``, ``override-method``, ``capacity``, ``dtype``.
+        ConfigurationError: ``not-a-model``, ``not-a-method``, ``target-pattern``, ``override-method``, ``capacity``, ``dtype``.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{model!r} is not a model", hint="a torch.nn.Module, such as pipeline.unet", code="not-a-model")
     if not isinstance(method, Method):
         raise ConfigurationError(
             f"{method!r} is not an adapter method",

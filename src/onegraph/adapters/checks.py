@@ -15,7 +15,7 @@ from onegraph.methods import Method
 
 def check_name(name: str, taken: Collection[str]) -> None:
     """A name that can be a folder, and is free."""
-    if not isinstance(name, str) or not name or name != name.strip() or "/" in name or "\\" in name:
+    if not isinstance(name, str) or not name.isprintable() or name in {"", ".", ".."} or name != name.strip() or set(name) & set("/\\"):
         raise AdapterError(
             f"{name!r} is not a name for an adapter",
             why="Names become folders when adapters are saved: letters, digits, - and _ are safe.",

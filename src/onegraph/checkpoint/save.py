@@ -210,8 +210,26 @@ def _chosen(adapters: Adapters, name: str | None) -> str:
 def _contents(adapters: Adapters, name: str) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Method]]:
     """Tensors and methods of one adapter under the paths that files hold."""
     tensors, methods = adapters.tensors(name), adapters.methods(name)
+    _check_padding(adapters, name, tensors)
     paths = file_paths(adapters.model, tensors)
     return {paths[layer]: dict(values) for layer, values in tensors.items()}, {paths[layer]: method for layer, method in methods.items()}
+
+
+def _check_padding(adapters: Adapters, name: str, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Parameters are padded with zeros to the capacity; where something else stands there, the file would be another adapter."""
+    wrong = []
+    for path, parameter in adapters.parameters(name).items():
+        layer, _, leaf = path.rpartition(".")
+        if parameter.shape != tensors[layer][leaf].shape and torch.count_nonzero(parameter) != torch.count_nonzero(tensors[layer][leaf]):
+            wrong.append(path)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"Adapter {name!r} has numbers beyond its rank, in {', '.join(wrong[:3])}{more}.",
+            why="Its parameters are padded with zeros to the capacity. Something wrote there: it acts, and no file holds it.",
+            hint="set weights with load_tensors(name, tensors), which takes tensors of the true rank; or add the adapter with that rank",
+            code="beyond-rank",
+        )
 
 
 def _kinds(adapters: Adapters, name: str) -> dict[str, str]:
