@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -411,6 +412,29 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_files(
         assert all((state / "state.json").exists() for state in disk.glob("*-state"))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_second_run_of_that_name_is_refused_while_the_first_one_goes(
+    tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = tiny.flags(tmp_path / "out", "--max_train_steps=2")
+    statuses: list[int] = []
+    original = loop.Loop._advance
+
+    def meanwhile(self: loop.Loop, *given: int) -> None:
+        if not statuses:
+            statuses.append(0)  # the inner runs advance too
+            statuses.extend((train(flags), train([*flags, "--output_name=other"])))
+        original(self, *given)
+
+    monkeypatch.setattr(loop.Loop, "_advance", meanwhile)
+    assert train(flags) == 0
+    assert statuses == [0, 2, 0]
+    error = capsys.readouterr().err
+    assert "[in-use]" in error
+    assert f"process {os.getpid()}" in error
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["last.safetensors", "other.safetensors"]
+    assert train(flags) == 0
 
 
 @pytest.mark.parametrize("moment", ["before the first step", "in a later step"])

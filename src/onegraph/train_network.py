@@ -41,16 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from onegraph.training.diffusion.groundwork import lay_groundwork
         from onegraph.training.diffusion.launch import launched
         from onegraph.training.diffusion.loop import Loop
+        from onegraph.training.diffusion.saving import sole_writer
         from onegraph.training.diffusion.session import prepare
 
         with _plain_warnings(), launched(configuration, label=flag_label) as launch:
-            session = prepare(lay_groundwork(launch, _say), _say)
-            _say(str(session.warm_up))
-            _say(_plan_text(session))
-            training = True
-            with explained(launch.compile_settings.backend):
-                outcome = Loop(session.training).run()
-            _say(_end_text(session, outcome))
+            ground = lay_groundwork(launch, _say)
+            with sole_writer(configuration.saving):
+                session = prepare(ground, _say)
+                _say(str(session.warm_up))
+                _say(_plan_text(session))
+                training = True
+                with explained(launch.compile_settings.backend):
+                    outcome = Loop(session.training).run()
+                _say(_end_text(session, outcome))
             return outcome.exit_status
     except OnegraphError as error:
         stopped = training or isinstance(error, MismatchError | NumericsError)

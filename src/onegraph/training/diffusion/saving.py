@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -123,6 +125,50 @@ def remove(paths: Iterable[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def sole_writer(settings: SavingSettings) -> Iterator[None]:
+    """Inside it no other process can train under the same name in the same folder; the lock goes with the process, however it ends.
+
+    Raises:
+        OutputError: ``in-use``: another process does.
+    """
+    path = Path(settings.output_dir) / f".{settings.name}.lock"
+    descriptor = _locked(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """The open file behind a lock; None where the disk knows no locks."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            process = os.read(descriptor, 20).decode() or "unknown"
+            os.close(descriptor)
+            name = path.name.removeprefix(".").removesuffix(".lock")
+            raise OutputError(
+                f"Another run writes {name}{NETWORK_ENDING} into {path.parent}: process {process}.",
+                why="The two would replace each other's files and states.",
+                hint=f"another --output_name or --output_dir, or end that run first: kill {process}",
+                code="in-use",
+            ) from error
+        except OSError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink:
+            with contextlib.suppress(OSError):  # a full disk keeps the lock all the same
+                os.truncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
+            return descriptor
+        os.close(descriptor)  # its owner removed it between the two calls
 
 
 @contextlib.contextmanager
