@@ -53,7 +53,7 @@ class Report:
             self.compiled,
             f"outputs     error {self.output_error:.1e} of their norm (allowed {self.output_allowed:.0e})",
             f"training    {self.comparison}",
-            f"graphs      {self.graphs}, breaks {len(self.breaks)}, recompiles {len(self.recompiles)}, {self.compile_seconds:.1f} s compiling",
+            f"graphs      {self.graphs} in {self.compile_seconds:.1f} s, breaks {len(self.breaks)}, recompiles {len(self.recompiles)}",
         ]
         lines += [f"  wrong     {row}" for row in self.comparison.faults[:10]]
         lines += [f"  break     {reason}" for reason in self.breaks]

@@ -106,20 +106,16 @@ def compile(
     regions = [Region(path="", module=model)] if settings.regions == "whole" else regions_of(model)
     compiled = Compiled(model=model, settings=settings, regions=regions, gradient_checkpointing=gradient_checkpointing)
     if settings.active:
-        protections = protections_for(settings.backend) if protect else ()
-        compiled.protections = tuple(protection.name for protection in protections)
-        options = dict(settings.options)
-        for protection in protections:
-            options.update(protection.options)
+        compiled.protections = tuple(protection.name for protection in protections_for(settings.backend)) if protect else ()
         whole = settings.regions == "whole"
         if gradient_checkpointing and whole:
             _checkpoint_blocks(model, compiled)
-        run = _run_checkpointed if gradient_checkpointing and not whole else _run
-        callers = {
-            region.class_name: _compiled_caller(run, settings, options, dynamic=dynamic_shapes(region, settings.dynamic))
-            for region in regions
-        }
+        callers: dict[str, Callable[..., Any]] = {}
         for region in regions:
+            if region.class_name not in callers:
+                callers[region.class_name] = caller(
+                    region, settings, gradient_checkpointing=gradient_checkpointing and not whole, protect=protect
+                )
             _install(region.module, functools.partial(callers[region.class_name], region.module), compiled)
     elif gradient_checkpointing:
         _checkpoint_blocks(model, compiled)
@@ -162,19 +158,27 @@ def _run_checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(module._call_impl, *args, use_reentrant=False, **kwargs)
 
 
-def _compiled_caller(
-    run: Callable[..., Any], settings: CompileSettings, options: dict[str, Any], *, dynamic: bool | None
-) -> Callable[..., Any]:
-    """One torch.compile for a block class. torch refuses mode and options together, so a mode is spelt out as its options."""
-    arguments: dict[str, Any] = {"backend": settings.backend, "dynamic": dynamic, "fullgraph": settings.fullgraph}
+def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing: bool, protect: bool) -> Callable[..., Any]:
+    """One torch.compile for all regions of a class, called with the module first.
+
+    torch refuses mode and options together, so a mode is spelt out as its options.
+    """
+    options = dict(settings.options)
     if settings.backend == "inductor" and settings.mode != "default":
         options = {**torch._inductor.list_mode_options(settings.mode), **options}
+    for protection in protections_for(settings.backend) if protect else ():
+        options.update(protection.options)
+    arguments: dict[str, Any] = {
+        "backend": settings.backend,
+        "dynamic": dynamic_shapes(region, settings.dynamic),
+        "fullgraph": settings.fullgraph,
+    }
     if options:
         arguments["options"] = options
     for name, value in (("recompile_limit", _COMPILATIONS_PER_CLASS), ("isolate_recompiles", True)):
         if name in inspect.signature(torch.compile).parameters:
             arguments[name] = value
-    return torch.compile(run, **arguments)
+    return torch.compile(_run_checkpointed if gradient_checkpointing else _run, **arguments)
 
 
 def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) -> None:
