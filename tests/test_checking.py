@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import onegraph as og
 from onegraph.checking import compare, compare_step
 from onegraph.compiling import Watch
-from onegraph.errors import ConfigurationError, MismatchError, NumericsError
+from onegraph.errors import CompileError, ConfigurationError, MismatchError, NumericsError
 
 
 class Net(nn.Module):
@@ -246,3 +246,23 @@ def test_many_small_errors_are_found_together() -> None:
     assert not found.faults
     assert found.total_wrong
     assert not found.right
+
+
+def test_a_model_that_is_not_one_graph_is_told_so() -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            output: torch.Tensor = self.query(x)
+            return output
+
+    model = Breaks()
+    og.attach(model, og.LoRA(rank=2), targets=["query"])
+    with pytest.raises(CompileError) as caught:
+        og.check(model, torch.randn(2, 8), backend="eager")
+    assert caught.value.code == "graph-break"
+    assert "fullgraph=False" in caught.value.hint
+    assert og.check(model, torch.randn(2, 8), backend="eager", fullgraph=False).breaks

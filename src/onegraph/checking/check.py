@@ -17,6 +17,7 @@ from onegraph.checking.comparison import Comparison
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.step import compare_step, gradients_kept
 from onegraph.compiling import CompileSettings, Recompile, Watch, compile, compiled_of, eager
+from onegraph.compiling.failures import explained
 from onegraph.errors import ConfigurationError, MismatchError
 
 
@@ -115,6 +116,7 @@ def check(
     Raises:
         ConfigurationError: ``nothing-trained``: no parameter requires a gradient.
         NumericsError: Eager itself gives NaN or infinity.
+        CompileError: ``graph-break`` under ``fullgraph``, ``backend-failed``, ``recompile-limit``, ``not-compiled``.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
@@ -137,25 +139,26 @@ def check(
     watch = Watch().start()
     kept = contextlib.ExitStack()
     try:
-        kept.enter_context(same_random_state())
-        kept.enter_context(gradients_kept(parameters))
-        model.train()
-        comparison = compare_step(
-            step,
-            parameters,
-            models=[model],
-            adapters=[adapters] if adapters is not None else [],
-            precision=precision,
-            reference=reference,
-        )
-        model.eval()
-        output_error = _output_error(model, batch)
-        watch.warm()
-        model.train()
-        step(None).backward()  # type: ignore[no-untyped-call]
-        model.eval()
-        with torch.no_grad():
-            _call(model, batch, None)
+        with explained(compiled.settings.backend):
+            kept.enter_context(same_random_state())
+            kept.enter_context(gradients_kept(parameters))
+            model.train()
+            comparison = compare_step(
+                step,
+                parameters,
+                models=[model],
+                adapters=[adapters] if adapters is not None else [],
+                precision=precision,
+                reference=reference,
+            )
+            model.eval()
+            output_error = _output_error(model, batch)
+            watch.warm()
+            model.train()
+            step(None).backward()  # type: ignore[no-untyped-call]
+            model.eval()
+            with torch.no_grad():
+                _call(model, batch, None)
     finally:
         kept.close()
         watch.stop()

@@ -53,7 +53,7 @@ def _explanation(error: Exception, backend: str) -> CompileError:
         return CompileError(
             f"The model can't be compiled as one graph: {_essential(str(error))}",
             why=" ".join(filter(None, (_after("Explanation:", str(error)), f"It is in {place}." if place else ""))),
-            hint=f"--dynamo_use_fullgraph=no lets the graph break there; {_EAGER}",
+            hint=f"--dynamo_use_fullgraph=no, or fullgraph=False in Python, lets the graph break there; {_EAGER}",
             code="graph-break",
         )
     return CompileError(
