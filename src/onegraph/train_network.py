@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from onegraph.cli.sd_flags import flag_label, parse
 from onegraph.errors import MismatchError, NumericsError, OnegraphError
+from onegraph.training.output import lasting_output
 
 if TYPE_CHECKING:
     from onegraph.training.diffusion.loop import Outcome
@@ -30,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows the command's name; ``sys.argv`` when None.
     """
+    with lasting_output():
+        return _train(arguments)
+
+
+def _train(arguments: Sequence[str] | None) -> int:
     try:
         configuration = parse(arguments)
     except OnegraphError as error:

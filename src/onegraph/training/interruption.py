@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -63,4 +64,5 @@ class Interruption:
 
 def _write_to_standard_error(text: str) -> None:
     """Past Python's buffers: a handler may run while one of them is being written."""
-    os.write(2, f"\n{text}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
