@@ -92,6 +92,15 @@ def test_values_are_those_of_the_run() -> None:
     assert json.loads(metadata["ss_tag_frequency"]) == {"10_cat": {"red": 1, "cat": 2, "dog": 1, "bird": 1}}
 
 
+def test_names_that_are_no_utf8_can_be_stored() -> None:
+    saving = replace(CONFIGURATION.saving, output_name="gr\udcf6\udcdfe")
+    facts = replace(FACTS, configuration=replace(CONFIGURATION, saving=saving), base_model_name="\udcff.ckpt")
+    metadata = training_metadata(facts, steps=1, epoch=1, now=0.0)
+    for value in metadata.values():
+        value.encode()
+    assert metadata["ss_output_name"] == r"gr\udcf6\udcdfe"
+
+
 def test_no_metadata_keeps_what_readers_need() -> None:
     configuration = replace(CONFIGURATION, saving=replace(CONFIGURATION.saving, no_metadata=True))
     metadata = training_metadata(replace(FACTS, configuration=configuration), steps=1, epoch=1, now=0.0)

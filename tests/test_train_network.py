@@ -414,6 +414,20 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_files(
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+def test_a_data_folder_whose_name_is_no_utf8(tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "images" / os.fsdecode(b"1_gr\xf6\xdfe")
+    try:
+        make_images(folder, 2)
+    except OSError:
+        pytest.skip("this file system only takes names in UTF-8")
+    flags = ["--max_train_steps=2", "--save_state", f"--logging_dir={tmp_path / 'logs'}"]
+    assert train(tiny.flags(tmp_path / "out", *flags, images=tmp_path / "images")) == 0
+    assert r"1_gr\udcf6\udcdfe" in metadata(tmp_path / "out" / "last.safetensors")["ss_dataset_dirs"]
+    (folder / "0.caption").unlink()  # now the folder's name is a caption
+    assert train(tiny.flags(tmp_path / "out", *flags, images=tmp_path / "images")) == 2
+    assert "[data-folder-names]" in capsys.readouterr().err
+
+
 def test_a_second_run_of_that_name_is_refused_while_the_first_one_goes(
     tiny: Ingredients, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,9 @@ def _buckets(settings: TrainingConfiguration, label: Label) -> Iterator[Onegraph
         yield _problem(f"{lowest} {data.min_bucket_reso} is above {highest} {data.max_bucket_reso}", "No bucket fits between.", "swap them")
     if not data.bucket_no_upscale and min(data.resolution) < data.min_bucket_reso:
         what = f"{lowest} is {data.min_bucket_reso}, and the resolution is {data.resolution[0]},{data.resolution[1]}"
-        yield _problem(what, "Not even a square bucket of that area fits.", f"use {lowest}={min(data.resolution) // 2 // 8 * 8} or less")
+        yield _problem(
+            what, "Not even a square bucket of that area fits.", f"use {lowest}={max(64, min(data.resolution) // 2 // 8 * 8)} or less"
+        )
     if not data.bucket_no_upscale and max(data.resolution) > data.max_bucket_reso:
         what = f"{highest} is {data.max_bucket_reso}, and the resolution is {data.resolution[0]},{data.resolution[1]}"
         yield _problem(what, "Not even a square bucket of that area fits.", f"use {highest}={max(data.resolution) * 2} or more")

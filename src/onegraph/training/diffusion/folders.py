@@ -132,6 +132,7 @@ def find_subsets(train_data_dir: str | Path, *, caption_extension: str = ".capti
     if not subsets:
         raise _nothing_found(root, flag, empty, others, loose)
     _require_an_epoch_that_ends(subsets, flag)
+    _require_readable_words(subsets, flag)
     _warn_about_left_out(root, flag, empty, others, loose)
     _warn_about_other_extension(subsets, extension)
     return subsets
@@ -148,6 +149,21 @@ def _require_an_epoch_that_ends(subsets: Sequence[Subset], flag: str) -> None:
             hint=f"rename it, for instance to {'1_' + largest.folder.name!r}",
             code="data-folder-repeats",
         )
+
+
+def _require_readable_words(subsets: Sequence[Subset], flag: str) -> None:
+    """A name that is no UTF-8, as old archives unpack to, can't be a caption."""
+    for subset in subsets:
+        if subset.num_captions < len(subset.images) and not subset.words.isascii():
+            try:
+                subset.words.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{flag}: the name of the folder {subset.folder.name!r} is no UTF-8, and images in it have no caption of their own",
+                    why="The words in a folder's name are the caption of images without one.",
+                    hint="rename the folder, or give every image in it a caption",
+                    code="data-folder-names",
+                ) from error
 
 
 def _checked_extension(extension: str) -> str:

@@ -170,8 +170,14 @@ def training_metadata(run: RunFacts, *, steps: int, epoch: int, now: float) -> d
     if vae := run.configuration.model.vae:
         values["ss_vae_name"] = PurePath(vae).name
     if run.configuration.saving.no_metadata:
-        return {key: text(values[key]) for key in ALWAYS}
-    return {key: text(value) for key, value in values.items()} | _modelspec(run, now)
+        return {key: _storable(text(values[key])) for key in ALWAYS}
+    strings = {key: text(value) for key, value in values.items()} | _modelspec(run, now)
+    return {key: _storable(value) for key, value in strings.items()}
+
+
+def _storable(value: str) -> str:
+    """Names of files that are no UTF-8, as old archives hold them, in a form that a header can hold."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def tag_frequency(captions: Iterable[str]) -> dict[str, int]:
