@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from onegraph.training.diffusion import loop
 from tiny_run import Ingredients, assert_same_weights, differ, make_images, make_ingredients, metadata, train, weights
 
+LOADER = "onegraph.training.diffusion.preparation.load_base_model"
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
@@ -328,7 +330,7 @@ def test_a_missing_compiler_is_found_before_the_model_is_loaded(
     tiny: Ingredients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr("onegraph.training.diffusion.session.load_base_model", lambda *values, **named: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(LOADER, lambda *values, **named: pytest.fail("the model was loaded"))
     assert train(tiny.flags(tmp_path, "--dynamo_backend=inductor")) == 2
     assert "no-such-compiler" in capsys.readouterr().err
 
@@ -341,7 +343,7 @@ def test_images_are_checked_before_the_model_is_loaded(
     bad = images / "1_thing" / "1.png"
     bad.write_bytes(bad.read_bytes()[:200])
     with monkeypatch.context() as patch:
-        patch.setattr("onegraph.training.diffusion.session.load_base_model", lambda *values, **named: pytest.fail("the model was loaded"))
+        patch.setattr(LOADER, lambda *values, **named: pytest.fail("the model was loaded"))
         assert train(tiny.flags(tmp_path / "out", images=images)) == 2
     assert str(bad) in capsys.readouterr().err
     assert train(tiny.flags(tmp_path / "out", "--skip_bad_images", "--max_train_steps=1", images=images)) == 0

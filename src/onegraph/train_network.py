@@ -18,7 +18,7 @@ from onegraph.training.output import lasting_output
 
 if TYPE_CHECKING:
     from onegraph.training.diffusion.loop import Outcome
-    from onegraph.training.diffusion.session import Session
+    from onegraph.training.diffusion.preparation import Prepared
 
 BAD_INPUT = 2
 STOPPED = 1
@@ -47,19 +47,19 @@ def _train(arguments: Sequence[str] | None) -> int:
         from onegraph.training.diffusion.groundwork import lay_groundwork
         from onegraph.training.diffusion.launch import launched
         from onegraph.training.diffusion.loop import Loop
+        from onegraph.training.diffusion.preparation import prepare
         from onegraph.training.diffusion.saving import sole_writer
-        from onegraph.training.diffusion.session import prepare
 
         with _plain_warnings(), launched(configuration, label=flag_label) as launch:
             ground = lay_groundwork(launch, _say)
             with sole_writer(configuration.saving):
-                session = prepare(ground, _say)
-                _say(str(session.warm_up))
-                _say(_plan_text(session))
+                prepared = prepare(ground, _say)
+                _say(str(prepared.warm_up))
+                _say(_plan_text(prepared))
                 training = True
                 with explained(launch.compile_settings.backend):
-                    outcome = Loop(session.training).run()
-                _say(_end_text(session, outcome))
+                    outcome = Loop(prepared.training).run()
+                _say(_end_text(prepared, outcome))
             return outcome.exit_status
     except OnegraphError as error:
         stopped = training or isinstance(error, MismatchError | NumericsError)
@@ -78,9 +78,9 @@ def _failed(error: OnegraphError, status: int) -> int:
     return status
 
 
-def _plan_text(session: Session) -> str:
+def _plan_text(prepared: Prepared) -> str:
     """What is about to be trained, in a few lines."""
-    training = session.training
+    training = prepared.training
     run = training.configuration.run
     accumulation = f", {run.gradient_accumulation_steps} batches a step" if run.gradient_accumulation_steps > 1 else ""
     batches = f"{training.num_epochs} epochs of {len(training.batches)} batches of {training.batches.batch_size}{accumulation}"
@@ -95,11 +95,11 @@ def _plan_text(session: Session) -> str:
     return "\n".join(lines)
 
 
-def _end_text(session: Session, outcome: Outcome) -> str:
+def _end_text(prepared: Prepared, outcome: Outcome) -> str:
     """Where everything is, and what it took."""
     from onegraph.training.metrics import duration, peak_memory_bytes, size
 
-    training, timings = session.training, session.training.timings
+    training, timings = prepared.training, prepared.training.timings
     head = f"stopped by {outcome.interrupted}" if outcome.interrupted else "finished"
     rate = timings.mean_seconds_per_step
     lines = [f"{head} after {outcome.position.step} of {training.num_steps} steps, average loss {outcome.loss:.4g}"]
@@ -116,7 +116,7 @@ def _end_text(session: Session, outcome: Outcome) -> str:
         + (f" ({rate:.3g} s/it)" if rate is not None else "")
         + f", {timings.compile_seconds:.1f} s compiling; peak memory {size(peak_memory_bytes(training.recipe.device))}"
     )
-    if session.warm_up.settings.active:
+    if prepared.warm_up.settings.active:
         lines.append(f"  compiled    {training.watch.graphs} graphs, {len(outcome.recompiles)} recompiles during training")
     if outcome.num_skipped:
         lines.append(f"  skipped     {outcome.num_skipped} optimiser steps whose fp16 gradients overflowed")

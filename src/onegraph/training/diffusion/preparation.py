@@ -43,7 +43,7 @@ from onegraph.training.settings import branches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Prepared:
     """A training that is ready to run.
 
     Args:
@@ -61,7 +61,7 @@ class Session:
     dataset: Dataset
 
 
-def prepare(ground: Groundwork, say: Say) -> Session:
+def prepare(ground: Groundwork, say: Say) -> Prepared:
     """Loads the model, attaches the adapters, caches the latents, makes the optimizer, compiles and compares.
 
     Raises:
@@ -168,7 +168,7 @@ def prepare(ground: Groundwork, say: Say) -> Session:
     training.timings.add_compile(warmed.watch.compile_seconds)
     if ground.saved is not None:
         _resume(training, ground.saved)
-    return Session(training=training, base=base, parts=parts, warm_up=warmed, dataset=ground.dataset)
+    return Prepared(training=training, base=base, parts=parts, warm_up=warmed, dataset=ground.dataset)
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
