@@ -69,7 +69,7 @@ def test_unknown_backend_names_the_nearest() -> None:
     with pytest.raises(CompileError) as caught:
         resolve_backend("inducter")
     assert caught.value.code == "backend-unknown"
-    assert "inductor" in caught.value.hint
+    assert "did you mean inductor? " in caught.value.hint  # once, though torch and our table both have the name
 
 
 def test_backend_registered_by_someone_else_runs() -> None:

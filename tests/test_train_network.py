@@ -48,6 +48,8 @@ def test_a_run_writes_a_network_that_changed(tiny: Ingredients, tmp_path: Path, 
     assert re.fullmatch("[0-9a-f]{64}", strings["sshs_model_hash"])
     said = capsys.readouterr()
     assert "nothing is compiled" in said.out
+    assert "layers, rank 2, " in said.out
+    assert "(1 epoch of 6 batches of 1)" in said.out
     assert str(tmp_path / "last.safetensors") in said.out
     assert "step 1/3" in said.err
     assert "step 3/3" in said.err

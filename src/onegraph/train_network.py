@@ -7,6 +7,7 @@ stopped (compiled and eager differ, NaN, a file that can't be written), 130 and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ def _train(arguments: Sequence[str] | None) -> int:
         configuration = parse(arguments)
     except OnegraphError as error:
         return _failed(error, BAD_INPUT)
+    _quiet_libraries()
     training = False
     try:
         # the flags are read without torch: a mistake in them is reported at once
@@ -69,6 +71,11 @@ def _train(arguments: Sequence[str] | None) -> int:
         return INTERRUPTED
 
 
+def _quiet_libraries() -> None:
+    """Keeps bitsandbytes from asking, at each import, for a package of 4-bit kernels that nothing here needs."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -83,7 +90,8 @@ def _plan_text(prepared: Prepared) -> str:
     training = prepared.training
     run = training.configuration.run
     accumulation = f", {run.gradient_accumulation_steps} batches a step" if run.gradient_accumulation_steps > 1 else ""
-    batches = f"{training.num_epochs} epochs of {len(training.batches)} batches of {training.batches.batch_size}{accumulation}"
+    epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
+    batches = f"{epochs} of {len(training.batches)} batches of {training.batches.batch_size}{accumulation}"
     lines = [
         "training",
         f"  steps       {training.num_steps} ({batches})",
@@ -119,7 +127,7 @@ def _end_text(prepared: Prepared, outcome: Outcome) -> str:
     if prepared.warm_up.settings.active:
         lines.append(f"  compiled    {training.watch.graphs} graphs, {len(outcome.recompiles)} recompiles during training")
     if outcome.num_skipped:
-        lines.append(f"  skipped     {outcome.num_skipped} optimiser steps whose fp16 gradients overflowed")
+        lines.append(f"  skipped     {outcome.num_skipped} optimizer steps whose fp16 gradients overflowed")
     return "\n".join(lines)
 
 

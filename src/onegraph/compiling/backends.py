@@ -172,7 +172,7 @@ def _unlisted(key: str, name: str, origin: str) -> tuple[str, dict[str, Any], st
     registered = torch.compiler.list_backends(None)
     if key in registered:
         return key, {}, f"backend {key} is registered with torch, but onegraph has never been tried with it"
-    close = nearest(key, [*BACKENDS, *registered])
+    close = nearest(key, dict.fromkeys([*BACKENDS, *registered]))
     raise CompileError(
         f"There is no dynamo backend {name!r}{origin}.",
         why="Neither torch nor an installed package registers that name.",

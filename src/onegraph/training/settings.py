@@ -65,7 +65,8 @@ def range_text(entry: dataclasses.Field[Any]) -> str:
     """The range of a setting in words: "1 to 12", "above 0"; empty when there is none."""
     limits = entry.metadata
     if limits.get("choices"):
-        return "one of " + ", ".join(str(choice) for choice in limits["choices"])
+        choices = [str(choice) for choice in limits["choices"]]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     low, high, above, below = (limits.get(name) for name in ("low", "high", "above", "below"))
     if low is not None and high is not None:
         return f"{low:g} to {high:.10g}"

@@ -67,7 +67,7 @@ class DataSettings:
 class NetworkSettings:
     """The adapters: which modules, which method, how large."""
 
-    module: str = setting("networks.lora", "network module of the field", choices=("networks.lora",))
+    module: str = setting("networks.lora", "kind of network", choices=("networks.lora",))
     dim: int | None = setting(None, "rank; 4 when absent", low=1, high=4096)
     alpha: float | None = setting(1.0, "the scale is alpha / rank; 0 or none: alpha is the rank", low=0.0)
     dropout: float | None = setting(None, "share of rank activations set to 0 in training", low=0.0, below=1.0)
@@ -79,7 +79,7 @@ class NetworkSettings:
     block_alphas: tuple[float, ...] | None = setting(None, "alpha of each UNet block, 25 values", low=0.0)
     conv_block_dims: tuple[int, ...] | None = setting(None, "rank of each UNet block's 3x3 convolutions, 25 values", low=0)
     conv_block_alphas: tuple[float, ...] | None = setting(None, "alpha of each UNet block's 3x3 convolutions, 25 values", low=0.0)
-    arguments: tuple[str, ...] = setting((), "the network arguments as they were given, name=value, for the file's metadata")
+    arguments: tuple[str, ...] = setting((), "more settings of the network, name=value with blanks between: conv_dim=4 conv_alpha=1")
     train_unet: bool = setting(True, "adapt the UNet")
     train_text_encoder: bool = setting(True, "adapt the text encoder")
     weights: str | None = setting(None, "adapter file to start from")
@@ -103,7 +103,7 @@ class NetworkSettings:
 class OptimizerSettings:
     """The optimizer, its learning rates and its arguments."""
 
-    name: str = setting("AdamW", "optimizer name, or a dotted path to a class")
+    name: str = setting("AdamW", "optimizer, such as AdamW, AdamW8bit, Lion, Prodigy, Adafactor, or a dotted path to a class")
     arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
     learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0)
     unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0)
@@ -148,7 +148,7 @@ class OptimizerSettings:
 class ScheduleSettings:
     """How the learning rate moves. All counts are optimizer steps."""
 
-    name: str = setting("constant", "schedule name")
+    name: str = setting("constant", "schedule, such as constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial")
     type: str | None = setting(None, "dotted path to a torch LRScheduler class; wins over name")
     arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the schedule")
     warmup: float = setting(0, "warm-up: optimizer steps, or a share of the run when below 1", low=0)

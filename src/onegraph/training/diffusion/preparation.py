@@ -91,7 +91,9 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     parts = attach_networks(base, configuration.network, optimizer=configuration.optimizer, generator=generator)
     for part, adapters in parts.items():
         num_parameters = sum(value.numel() for value in adapters.parameters().values())
-        say(f"{part}: adapters on {len(adapters.layers)} layers, {num_parameters:,} parameters")
+        ranks = sorted({entry.rank for entry in adapters.plan if entry.rank is not None})
+        rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        say(f"{part}: adapters on {len(adapters.layers)} layers, {rank}, {num_parameters:,} parameters")
     base.unet.train()  # also where only the text encoder is adapted: gradient checkpointing asks for it
     base.text_encoder.train("text_encoder" in parts)
     parameters = {f"{part}.{name}": value for part, adapters in parts.items() for name, value in adapters.parameters().items()}
