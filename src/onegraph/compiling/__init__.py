@@ -1,5 +1,6 @@
 """The only caller of torch.compile: settings, backends, tool chain, regions, and a watch on what was compiled."""
 
+from onegraph.compiling.ahead import compile_ahead
 from onegraph.compiling.backends import BACKENDS, resolve_backend
 from onegraph.compiling.compile import Compiled, compile, compiled_of, eager
 from onegraph.compiling.protections import PROTECTIONS, Protection, protections_for
@@ -20,6 +21,7 @@ __all__ = [
     "Watch",
     "check_toolchain",
     "compile",
+    "compile_ahead",
     "compiled_of",
     "eager",
     "protections_for",

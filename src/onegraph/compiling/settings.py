@@ -81,6 +81,8 @@ def read_launch(command_line: Sequence[str] | None = None) -> LaunchRecord:
     config_file: Path | None = None
     flags: set[str] = set()
     for position, argument in enumerate(arguments):
+        if argument in {"-m", "--module"}:
+            break  # what follows is for the program, which has a --config_file of its own
         name, _, value = argument.partition("=")
         name = name.lstrip("-").replace("-", "_")
         if not argument.startswith("--"):
@@ -89,8 +91,6 @@ def read_launch(command_line: Sequence[str] | None = None) -> LaunchRecord:
             config_file = Path(value or (arguments[position + 1] if position + 1 < len(arguments) else ""))
         elif name.startswith("dynamo_"):
             flags.add(name)
-        elif name in {"module", "m"}:
-            break
     if config_file is None:
         from accelerate.commands.config.config_args import default_config_file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from onegraph.adapters import Adapters
 from onegraph.checking import Comparison, compare_step
-from onegraph.compiling import Compiled, CompileSettings, Watch, compile
+from onegraph.compiling import Compiled, CompileSettings, Watch, compile, compile_ahead
 from onegraph.compiling.failures import explained
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.recipe import Draws, Recipe
@@ -102,6 +103,7 @@ def warm_up(
     if settings.active:
         say(f"compiling with {settings.backend} for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'} ...")
         with _nothing_changed(parameters), explained(settings.backend):
+            _compile_ahead(done, recipe, batches, say)
             for number, draws in enumerate(_one_of_each_size(recipe, batches)):
                 if check == "strict" or (check == "start" and number == 0):
                     height, width = (side * PIXELS_PER_LATENT for side in draws.noised.latents.shape[2:])
@@ -110,6 +112,18 @@ def warm_up(
                     torch.autograd.backward(recipe.loss(draws), inputs=list(parameters.values()))
     done.watch.warm()
     return done
+
+
+def _compile_ahead(done: WarmUp, recipe: Recipe, batches: Batches, say: Callable[[str], None]) -> None:
+    """Several processes compile what the run will call; the time counts as compiling."""
+
+    def every_size() -> None:
+        for draws in _one_of_each_size(recipe, batches):
+            recipe.loss(draws)
+
+    began = time.perf_counter()
+    if compile_ahead(done.compiled, every_size, say=say):
+        done.watch.compile_seconds += time.perf_counter() - began
 
 
 def compare(
