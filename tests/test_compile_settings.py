@@ -68,10 +68,13 @@ def test_launch_flag_is_told_from_the_file(tmp_path: Path) -> None:
     assert "flag of accelerate launch" in resolve_settings(LAUNCHED, launch=launch).sources["backend"]
 
 
-def test_flags_behind_the_module_are_ours_not_launchs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["-m", "--module"])
+@pytest.mark.parametrize("launcher", [["accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"]])
+def test_flags_behind_the_module_are_ours_not_launchs(tmp_path: Path, launcher: list[str], module: str) -> None:
     path = config_file(tmp_path, "dynamo_config: {dynamo_backend: INDUCTOR}\n")
-    command = ["accelerate", "launch", "--config_file", str(path), "--module", "onegraph.train_network", "--dynamo_backend=eager"]
-    assert resolve_settings(LAUNCHED, launch=read_launch(command)).sources["backend"] == f"file {path}"
+    ours = ["onegraph.train_network", "--dynamo_backend=eager", "--config_file=run.toml"]
+    launch = read_launch([*launcher, "--config_file", str(path), module, *ours])
+    assert resolve_settings(LAUNCHED, launch=launch).sources["backend"] == f"file {path}"
 
 
 def test_environment_alone_is_named() -> None:

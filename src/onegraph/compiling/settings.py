@@ -81,7 +81,7 @@ def read_launch(command_line: Sequence[str] | None = None) -> LaunchRecord:
     config_file: Path | None = None
     flags: set[str] = set()
     for position, argument in enumerate(arguments):
-        if argument in {"-m", "--module"}:
+        if argument in {"-m", "--module"} and not any(name.startswith("accelerate.") for name in arguments[position + 1 : position + 2]):
             break  # what follows is for the program, which has a --config_file of its own
         name, _, value = argument.partition("=")
         name = name.lstrip("-").replace("-", "_")
