@@ -6,6 +6,7 @@ Run by ``bash scripts/demo``. Arguments that are not the demo's own go to the tr
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -31,12 +32,17 @@ ACCELERATE_CONFIG = DEMO / "accelerate.yaml"
 # The recipe: the one place where the demo's training is set.
 RECIPE = [
     "--network_module=networks.lora",
-    "--network_dim=16",
-    "--network_alpha=16",
+    "--network_dim=32",
+    "--network_alpha=32",
+    "--network_args conv_dim=16 conv_alpha=16",
+    "--network_train_unet_only",
     "--resolution=128,128",
     "--train_batch_size=4",
     "--learning_rate=1e-3",
-    "--max_train_steps=300",
+    "--lr_scheduler=cosine",
+    "--lr_warmup_steps=10",
+    "--min_snr_gamma=5",
+    "--max_train_steps=280",
     "--mixed_precision=no",
     "--cache_latents",
     "--seed=1",
@@ -44,7 +50,7 @@ RECIPE = [
     "--save_model_as=safetensors",
 ]
 
-SUBJECTS = ["red apple", "cat face", "hamburger", "bear", "tiger face"]
+SUBJECTS = ["red apple", "hamburger", "bear", "tropical fish"]
 STYLES = {"a flat emoji of": "the training images' style", "a 3d emoji of": "the model's own style"}
 SIZE = 128
 NUM_SAMPLE_STEPS = 20
@@ -71,7 +77,8 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     given = {flag.partition("=")[0] for flag in trainer_flags}
-    flags = [*(flag for flag in RECIPE if flag.partition("=")[0] not in given), *trainer_flags]
+    kept = [flag.split() for flag in RECIPE if flag.split()[0].partition("=")[0] not in given]
+    flags = [*itertools.chain.from_iterable(kept), *trainer_flags]
     clip_skip = next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--clip_skip=")), None)
     with ThreadPoolExecutor(1) as beside:
         before: list[Future[Drawn]] = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import onegraph as og
 from onegraph.checking import Report
-from onegraph.compiling import protections_for
+from onegraph.compiling import eager, protections_for
 from onegraph.errors import MismatchError
 
 CHANNELS = 32
@@ -104,3 +104,33 @@ def test_protected_transformer_is_right() -> None:
 def test_without_the_protection_the_check_finds_gradients_that_are_off() -> None:
     report = checked_transformer(protect=False)
     assert any("proj_in" in row.name for row in report.comparison.faults)
+
+
+class Centred(nn.Module):
+    """Rows of a transposed input, less their mean: the smallest thing that the one-row buffer gets wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(96))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = x.permute(0, 2, 3, 1).reshape(1, 16, 96) * self.weight
+        for row in y:
+            tokens = tokens + row
+        return tokens - tokens.mean(-1, keepdim=True)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "protect", [True, pytest.param(False, marks=pytest.mark.skipif("2.13" not in torch.__version__, reason="seen with 2.13"))]
+)
+def test_rows_of_a_transposed_input_are_right_with_the_protection_only(protect: bool) -> None:
+    torch.manual_seed(0)
+    centred = Centred()
+    x, y = torch.randn(1, 96, 4, 4), torch.randn(6, 1, 16, 96)
+    og.compile(centred, backend="inductor", regions="whole", protect=protect)
+    with torch.no_grad():
+        found = centred(x, y)
+        with eager():
+            expected = centred(x, y)
+    assert bool(torch.allclose(found, expected, atol=1e-5)) == protect

@@ -167,6 +167,7 @@ def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing:
     if settings.backend == "inductor" and settings.mode != "default":
         options = {**torch._inductor.list_mode_options(settings.mode), **options}
     for protection in protections_for(settings.backend) if protect else ():
+        protection.prepare()
         options.update(protection.options)
     arguments: dict[str, Any] = {
         "backend": settings.backend,
