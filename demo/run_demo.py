@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import os
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ RECIPE = [
     "--lr_scheduler=cosine",
     "--lr_warmup_steps=10",
     "--min_snr_gamma=5",
-    "--max_train_steps=280",
+    "--max_train_steps=250",
     "--mixed_precision=no",
     "--cache_latents",
     "--seed=1",
@@ -187,6 +188,7 @@ def draw_before(clip_skip: int | None) -> Drawn:
 
     from onegraph.training.diffusion.base_model import load_base_model
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels that nothing here needs
     torch.set_num_threads(1)
     base = load_base_model(MODEL)
     return Drawn(base, draw(base, clip_skip))

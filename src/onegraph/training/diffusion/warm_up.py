@@ -14,6 +14,7 @@ from onegraph.adapters import Adapters
 from onegraph.checking import Comparison, compare_step
 from onegraph.compiling import Compiled, CompileSettings, Watch, compile, compile_ahead
 from onegraph.compiling.failures import explained
+from onegraph.errors import MismatchError
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.recipe import Draws, Recipe
 from onegraph.training.diffusion.state import random_states, restore_random_states
@@ -32,6 +33,7 @@ class WarmUp:
         watch: Counts on; its own warm-up has ended.
         comparisons: What was compared, in words -> the result.
         num_shapes: How many sizes the run's batches have.
+        check: ``off``, ``start`` or ``strict``.
     """
 
     settings: CompileSettings
@@ -39,6 +41,7 @@ class WarmUp:
     watch: Watch
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     num_shapes: int = 1
+    check: str = "start"
 
     def __str__(self) -> str:
         lines = ["compilation"]
@@ -53,6 +56,8 @@ class WarmUp:
         if protections:
             lines.append(f"  {'protection':<12}{', '.join(protections)}")
         lines += [f"  {'check':<12}{what}: {comparison}" for what, comparison in self.comparisons.items()]
+        if self.check == "off":
+            lines.append(f"  {'check':<12}off: nobody compared the compiled step with eager (--compile_check=start does)")
         breaks = self.watch.breaks
         lines.append(
             f"  {'result':<12}{self.watch.graphs} graphs for {self.num_shapes} image size{'' if self.num_shapes == 1 else 's'}, "
@@ -99,15 +104,23 @@ def warm_up(
         )
         for name, model in models.items()
     ]
-    done = WarmUp(settings=settings, compiled=compiled, watch=Watch().start(), num_shapes=len(batches.sizes))
+    done = WarmUp(settings=settings, compiled=compiled, watch=Watch().start(), num_shapes=len(batches.sizes), check=check)
     if settings.active:
-        say(f"compiling with {settings.backend} for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'} ...")
+        origin = settings.sources.get("backend", "default")
+        say(
+            f"compiling with {settings.backend} ({origin}) for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'}, "
+            f"seed {recipe.seed}; minutes the first time, seconds when the cache folder has it ..."
+        )
         with _nothing_changed(parameters), explained(settings.backend):
             _compile_ahead(done, recipe, batches, say)
             for number, draws in enumerate(_one_of_each_size(recipe, batches)):
                 if check == "strict" or (check == "start" and number == 0):
                     height, width = (side * PIXELS_PER_LATENT for side in draws.noised.latents.shape[2:])
-                    done.comparisons[f"{width}x{height}"] = compare(recipe, draws, parts=parts, parameters=parameters, models=models)
+                    try:
+                        done.comparisons[f"{width}x{height}"] = compare(recipe, draws, parts=parts, parameters=parameters, models=models)
+                    except MismatchError:
+                        say(str(done))  # what was compiled, and how, belongs to the error
+                        raise
                 else:
                     torch.autograd.backward(recipe.loss(draws), inputs=list(parameters.values()))
     done.watch.warm()
@@ -143,7 +156,8 @@ def compare(
         precision=recipe.precision,
     )
     comparison.raise_if_wrong(
-        hint="--compile_regions=blocks; --dynamo_backend=aot_eager shows whether inductor is at fault; --dynamo_backend=no trains eager"
+        hint="--dynamo_backend=aot_eager shows whether inductor is at fault; --compile_regions=blocks or whole makes other graphs; "
+        "--dynamo_backend=no trains eager"
     )
     return comparison
 
