@@ -117,10 +117,11 @@ def report(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes (default: all)")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for widths, batch in SHAPES:
+    for widths, batch in SHAPES[: arguments.shapes]:
         for dtype in (torch.bfloat16, torch.float32):
             for regions, protect in (("blocks", True), ("whole", True), ("whole", False)):
                 rows.append(one_case(widths, batch, dtype, regions, protect=protect))
