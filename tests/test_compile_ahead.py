@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn import Linear
 
 import onegraph as og
-from onegraph.compiling import Compiled, compile_ahead, eager
+from onegraph.compiling import Compiled, Region, compile_ahead, eager
 from onegraph.compiling.ahead import Job, TensorShape
 
 
@@ -70,6 +70,19 @@ def test_a_worker_that_fails_leaves_the_work_to_the_model(tmp_path: Path, monkey
     chain, compiled = make(8, "inductor")
     assert compile_ahead([compiled], lambda: chain(torch.randn(3, 4)), num_workers=2) == 0
     assert not any((tmp_path / "onegraph-ahead").glob("*"))
+
+
+def test_modules_that_cannot_travel_are_left_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(nn.Linear):
+        """Of a class made inside a function: pickle refuses it."""
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("subprocess.Popen", lambda *values, **named: pytest.fail("a process was started for nothing"))
+    chain = nn.Sequential(*(Local(4 + number, 5 + number) for number in range(8)))
+    compiled = og.compile(chain, backend="inductor", dynamic=False)
+    compiled.regions = [Region(path=name, module=module) for name, module in chain.named_children()]
+    compiled.restore()
+    assert compile_ahead([compiled], lambda: chain(torch.randn(3, 4)), num_workers=2) == 0
 
 
 def test_equal_regions_are_one_job_and_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class TensorShape:
         return tensor.requires_grad_().clone() if self.requires_grad else tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """One region to compile: a module without weights, what it is called with, and how it is compiled.
 
@@ -223,8 +223,12 @@ def _work(lots: Sequence[Sequence[Job]]) -> list[Job]:
         running: list[tuple[Sequence[Job], subprocess.Popen[str]]] = []
         try:
             for number, lot in enumerate(lots):
+                packed = {job: data for job in lot if (data := _packed(job)) is not None}
+                if not packed:
+                    continue
+                lot = list(packed)
                 file = Path(folder) / f"lot-{number}.pickle"
-                file.write_bytes(pickle.dumps([_without_weights(job) for job in lot]))
+                file.write_bytes(pickle.dumps(list(packed.values())))
                 command = [sys.executable, "-m", "onegraph.compiling.worker", str(file)]
                 running.append(
                     (lot, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
@@ -238,6 +242,14 @@ def _work(lots: Sequence[Sequence[Job]]) -> list[Job]:
                     process.kill()
                     process.wait()
     return done
+
+
+def _packed(job: Job) -> bytes | None:
+    """The job as a worker reads it; None for a module that can't travel, such as one of a class made inside a function."""
+    try:
+        return pickle.dumps(_without_weights(job))
+    except Exception:
+        return None
 
 
 def _without_weights(job: Job) -> Job:

@@ -12,9 +12,10 @@ from onegraph.compiling.ahead import Job
 
 def main(file: str) -> int:
     """Runs the jobs that the parent process wrote; one that fails is left to the parent."""
-    jobs: list[Job] = pickle.loads(Path(file).read_bytes())
-    for number, job in enumerate(jobs):
+    packed: list[bytes] = pickle.loads(Path(file).read_bytes())
+    for number, data in enumerate(packed):
         try:
+            job: Job = pickle.loads(data)
             job.run()
         except Exception:
             traceback.print_exc()
