@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from onegraph.adapters.run import run
 from onegraph.layers import Layer, describe
 from onegraph.methods import LoRA, Method
 from reference.lora import lora
 
-Reference = Callable[[nn.Module, NDArray[np.float64], Mapping[str, NDArray[np.float64]], float], NDArray[np.float64]]
+Reference = Callable[[nn.Module, NDArray[np.float64], Mapping[str, NDArray[np.float64]]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,28 @@ LAYERS: dict[str, LayerCase] = {
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A method with settings worth testing, and its float64 reference."""
+    """A method with settings worth testing, and its float64 reference.
+
+    Args:
+        method: The method.
+        reference: From the module, an input and all tensors, settings included, to the output.
+        random: Random values for a parameter of a shape; a standard normal otherwise.
+        starts_elsewhere: True for a method that by its definition doesn't start as the identity.
+        starts_at_fixed_values: True for a method whose start draws nothing.
+    """
 
     method: Method
     reference: Reference
-    strength: float  # what the reference takes as its scale
+    random: Callable[[str, tuple[int, ...]], Tensor] = lambda name, shape: torch.randn(shape, dtype=torch.float64)
+    starts_elsewhere: bool = False
+    starts_at_fixed_values: bool = False
 
 
 METHODS: dict[str, MethodCase] = {
-    "lora": MethodCase(LoRA(rank=4, alpha=8.0), lora, 2.0),
-    "lora-rslora": MethodCase(LoRA(rank=4, alpha=3.0, rslora=True), lora, 1.5),
-    "lora-bias": MethodCase(LoRA(rank=2, bias=True), lora, 1.0),
-    "lora-gaussian": MethodCase(LoRA(rank=6, alpha=-2.0, init="gaussian"), lora, -1 / 3),
+    "lora": MethodCase(LoRA(rank=4, alpha=8.0), lora),
+    "lora-rslora": MethodCase(LoRA(rank=4, alpha=3.0, rslora=True), lora),
+    "lora-bias": MethodCase(LoRA(rank=2, bias=True), lora),
+    "lora-gaussian": MethodCase(LoRA(rank=6, alpha=-2.0, init="gaussian"), lora),
 }
 
 
@@ -71,7 +82,10 @@ class Case:
 
     @property
     def method(self) -> Method:
-        return self.method_case.method
+        """As the layer's shape settles it."""
+        layer = describe(self.layer_case.module())
+        assert layer is not None
+        return self.method_case.method.settled(layer, [layer])
 
     def build(self) -> tuple[nn.Module, Layer, Tensor, dict[str, Tensor]]:
         """The module, its description, an input, and all tensors of the method: random parameters, and settings."""
@@ -81,16 +95,29 @@ class Case:
         x = self.layer_case.x()
         if x.is_floating_point():
             x = x.double()
-        p = {name: torch.randn(spec.shape, dtype=torch.float64) for name, spec in self.method.parameters(layer).items()}
+        specs = {**self.method.parameters(layer), **self.method.shared_parameters()}
+        p = {name: self.method_case.random(name, spec.shape).double() for name, spec in specs.items()}
         p |= {name: torch.tensor(value, dtype=torch.float64) for name, value in self.method.settings(layer).items()}
         return module, layer, x, p
 
     def run(self, module: nn.Module, layer: Layer, x: Tensor, p: Mapping[str, Tensor], *, training: bool = False) -> Tensor:
         """What an adapted layer does."""
-        x = self.method.before(x, p, layer, training=training)
-        return self.method.after(x, module(x), p, layer, training=training)
+        return run(self.method, layer, module, x, p, training=training)
+
+    def weight(self, module: nn.Module, layer: Layer) -> Tensor:
+        """The layer's own weight, canonical."""
+        return layer.base_tensors(module)["weight"]
+
+
+def supported(method_case: MethodCase, layer_case: LayerCase) -> bool:
+    """Whether the method takes the layer."""
+    layer = describe(layer_case.module())
+    return layer is not None and method_case.method.check(layer) is None
 
 
 CASES: dict[str, Case] = {
-    f"{method}-on-{layer}": Case(method_case, layer_case) for method, method_case in METHODS.items() for layer, layer_case in LAYERS.items()
+    f"{method}-on-{layer}": Case(method_case, layer_case)
+    for method, method_case in METHODS.items()
+    for layer, layer_case in LAYERS.items()
+    if supported(method_case, layer_case)
 }

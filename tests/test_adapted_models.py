@@ -106,10 +106,13 @@ def test_equals_the_model_with_new_weights(case: ModelCase) -> None:
     adapters, model, base = adapted(case)
     assert len(adapters.layers) == case.num_layers
     weights = {
-        f"{path}.weight": method.adapt(
-            adapters.layers[path].weight, {**adapters.tensors("default")[path], "scale": torch.tensor(1.0)}, adapters.layers[path].layer
+        f"{path}.weight": layer.stored(
+            method.adapt(
+                layer.canonical(adapters.layers[path].weight), {**adapters.tensors("default")[path], "scale": torch.tensor(1.0)}, layer
+            )
         )
         for path, method in adapters.methods("default").items()
+        for layer in [adapters.layers[path].layer]
     }
 
     class Caller(nn.Module):

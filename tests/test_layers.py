@@ -43,7 +43,7 @@ def test_composed_weight_does_both_steps_in_one(case: LayerCase) -> None:
     weights = {"weight": layer.compose(down, up)}
     if layer.has_bias:
         weights["bias"] = torch.zeros(layer.out_features, dtype=torch.float64)
-    torch.testing.assert_close(functional_call(module, weights, x), two)
+    torch.testing.assert_close(layer.call(module, weights, x), two)
 
 
 def test_weight_is_cast_never_the_input() -> None:
@@ -102,7 +102,7 @@ def test_scaled_embedding() -> None:
     assert isinstance(layer, EmbeddingLayer)
     assert layer.output_scale == 3.0
     down, up, ids = torch.randn(2, 5), torch.randn(4, 2), torch.tensor([1, 4])
-    table = module.weight + layer.compose(down, up)
+    table = module.weight + layer.stored(layer.compose(down, up))
     torch.testing.assert_close(
         functional_call(module, {"weight": table}, ids), layer.add_expanded(module(ids), layer.project(ids, down), up)
     )

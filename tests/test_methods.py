@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, Case
+from onegraph.adapters.run import run_rows
 from onegraph.errors import ConfigurationError, OnegraphError, TargetError
 from onegraph.layers import describe
 from onegraph.methods import METHODS, LoRA
@@ -22,14 +22,15 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @every_case
 def test_equals_the_reference(case: Case) -> None:
     module, layer, x, p = case.build()
-    expected = case.method_case.reference(module, x.numpy(), {name: value.numpy() for name, value in p.items()}, case.method_case.strength)
+    expected = case.method_case.reference(module, x.numpy(), {name: value.numpy() for name, value in p.items()})
     np.testing.assert_allclose(case.run(module, layer, x, p).numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
 @every_case
 def test_gradients(case: Case) -> None:
     module, layer, x, p = case.build()
-    trained = [name for name, spec in case.method.parameters(layer).items() if spec.trained]
+    specs = {**case.method.parameters(layer), **case.method.shared_parameters()}
+    trained = [name for name, spec in specs.items() if spec.trained]
     values = [p[name].requires_grad_() for name in trained]
     if x.is_floating_point():
         x.requires_grad_()
@@ -48,32 +49,31 @@ def test_gradients(case: Case) -> None:
 @every_case
 def test_weight_form_agrees(case: Case) -> None:
     module, layer, x, p = case.build()
-    if layer.groups > 1:
+    base = layer.base_tensors(module)
+    if layer.groups > 1 and isinstance(case.method, LoRA):
         with pytest.raises(TargetError) as raised:
-            case.method.adapt(module.weight, p, layer)
+            case.method.adapt_tensors(base, p, layer)
         assert raised.value.code == "grouped-weight"
         return
-    weights = {"weight": case.method.adapt(module.weight, p, layer)}
-    bias = case.method.adapt_bias(getattr(module, "bias", None), p, layer)
-    expected = case.run(module, layer, x, p)
-    if bias is not None and getattr(module, "bias", None) is not None:
-        weights["bias"] = bias
-        bias = None
-    plain = functional_call(module, weights, x)
-    torch.testing.assert_close(plain if bias is None else plain + layer.per_channel(bias), expected, rtol=1e-12, atol=1e-12)
-    assert weights["weight"].shape == module.weight.shape
+    adapted = case.method.adapt_tensors(base, p, layer)
+    assert {name: value.shape for name, value in adapted.items() if name in base} == {name: value.shape for name, value in base.items()}
+    torch.testing.assert_close(layer.call(module, adapted, x), case.run(module, layer, x, p), rtol=1e-11, atol=1e-11)
 
 
 @every_case
 def test_identity_and_start_change_nothing_at_all(case: Case) -> None:
     module, layer, x, p = case.build()
-    identity = {name: value.double() for name, value in case.method.identity(layer).items()}
-    off = {name: torch.zeros((), dtype=torch.float64) for name in case.method.settings(layer)}
-    assert torch.equal(case.run(module, layer, x, {**identity, **off}), module(x))
-    start = {name: value.double() for name, value in case.method.initial(layer, module.weight, torch.Generator().manual_seed(1)).items()}
-    assert start.keys() == case.method.parameters(layer).keys()
-    assert torch.equal(case.run(module, layer, x, {**p, **start}), module(x))
-    assert not torch.equal(case.run(module, layer, x, p), module(x))  # random tensors do change it
+    method = case.method
+    identity = {name: value.double() for name, value in method.identity(layer).items()}
+    off = {name: torch.zeros((), dtype=torch.float64) for name in method.settings(layer)}
+    shared = {name: p[name] for name in method.shared_parameters()}
+    assert torch.equal(case.run(module, layer, x, {**shared, **identity, **off}), module(x))
+    if not case.method_case.starts_elsewhere:
+        generator = torch.Generator().manual_seed(1)
+        start = {name: value.double() for name, value in method.initial(layer, case.weight(module, layer), generator).items()}
+        assert start.keys() == method.parameters(layer).keys()
+        torch.testing.assert_close(case.run(module, layer, x, {**p, **start}), module(x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(case.run(module, layer, x, p), module(x))  # random tensors do change it
 
 
 @every_case
@@ -84,20 +84,17 @@ def test_works_row_by_row(case: Case) -> None:
         return
     rows = [case.build()[3] for _ in range(len(x))]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    y = module(x)
-    found = torch.func.vmap(
-        lambda x, y, p: case.method.after(case.method.before(x, p, layer, training=False), y, p, layer, training=False)
-    )(x, y, stacked)
-    expected = torch.cat([case.method.after(x[i : i + 1], y[i : i + 1], row, layer, training=False) for i, row in enumerate(rows)])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = run_rows([(case.method, stacked)], layer, module, x, training=False)
+    expected = torch.cat([case.run(module, layer, x[i : i + 1], row) for i, row in enumerate(rows)])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 @every_case
 def test_a_seed_decides_the_start(case: Case) -> None:
     module, layer, _, _ = case.build()
-    one, same, other = (case.method.initial(layer, module.weight, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    one, same, other = (case.method.initial(layer, case.weight(module, layer), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
+    assert case.method_case.starts_at_fixed_values or any(not torch.equal(one[name], other[name]) for name in one)
     for name, spec in case.method.parameters(layer).items():
         assert tuple(one[name].shape) == spec.shape
 
@@ -236,8 +233,8 @@ def test_half_precision_base_with_a_float32_adapter(kind: str, autocast: bool, d
     assert not full, f"float32 tensors as large as an activation: {full}"
     assert p["down"].grad is not None
     assert p["down"].grad.dtype == torch.float32
-    exact = method.adapt(module.weight.double(), {name: value.detach().double() for name, value in p.items()}, layer)
-    expected = functional_call(module.double(), {"weight": exact}, x.detach().double() if x.is_floating_point() else x)
+    exact = method.adapt(layer.canonical(module.weight).double(), {name: value.detach().double() for name, value in p.items()}, layer)
+    expected = layer.call(module.double(), {"weight": exact}, x.detach().double() if x.is_floating_point() else x)
     torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.05)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,3 +49,36 @@ def convolution(x: Array, weight: Array, bias: Array | None, module: nn.Module, 
     if bias is not None:
         y += bias.reshape(1, -1, *(1 for _ in kernel))
     return y
+
+
+WeightReference = Callable[[Array, "Array | None", Mapping[str, Array], nn.Module], "tuple[Array, Array | None]"]
+"""From a weight (O, I / groups, *kernel) and a bias, the adapter's tensors and the module, to the adapted weight and bias."""
+
+
+def own_tensors(module: nn.Module) -> tuple[Array, Array | None]:
+    """Weight, output features first, and bias."""
+    weight = np.asarray(module.weight.detach().double())
+    bias = getattr(module, "bias", None)
+    if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":
+        weight = weight.T
+    return weight, None if bias is None else np.asarray(bias.detach().double())
+
+
+def plain(module: nn.Module, x: Array, weight: Array, bias: Array | None) -> Array:
+    """The plain layer with another weight (output features first) and bias."""
+    if isinstance(module, nn.Embedding):
+        y = embedding(x.astype(np.int64), weight.T)
+        return y if bias is None else y + bias
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return convolution(x, weight, bias, module, module.groups)
+    return linear(x, weight, bias)
+
+
+def by_weight(function: WeightReference) -> Callable[[nn.Module, Array, Mapping[str, Array]], Array]:
+    """A reference written as a new weight, as one that computes the output."""
+
+    def output(module: nn.Module, x: Array, p: Mapping[str, Array]) -> Array:
+        weight, bias = own_tensors(module)
+        return plain(module, x, *function(weight, bias, p, module))
+
+    return output

@@ -10,8 +10,9 @@ from torch import nn
 from reference.layers import Array, convolution, embedding, linear
 
 
-def lora(module: nn.Module, x: Array, p: Mapping[str, Array], scale: float) -> Array:
-    """The adapted layer's output; ``p`` holds ``down``, ``up`` and perhaps ``up_bias``."""
+def lora(module: nn.Module, x: Array, p: Mapping[str, Array]) -> Array:
+    """The adapted layer's output; ``p`` holds ``down``, ``up``, ``scale`` and perhaps ``up_bias``."""
+    scale = p["scale"]
     weight = np.asarray(module.weight.detach().double())
     bias = getattr(module, "bias", None)
     bias = None if bias is None else np.asarray(bias.detach().double())

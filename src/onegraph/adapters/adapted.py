@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from onegraph.adapters.run import run
 from onegraph.adapters.slots import Slots
 from onegraph.layers import Layer
 from onegraph.methods import Method
@@ -61,10 +62,7 @@ class Adapted(nn.Module):
         # Read through __dict__ tables: __getattr__ below would be traced for every name.
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[assignment]
         p = {**parameters, **self._settings}
-        method, layer = self._method, self._layer
-        x = method.before(input, p, layer, training=self.training)
-        y = self._modules["base_layer"](x, *args, **kwargs)  # type: ignore[misc]
-        return method.after(x, y, p, layer, training=self.training)
+        return run(self._method, self._layer, self._modules[BASE], input, p, *args, training=self.training, **kwargs)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         """Registered names first, then the base layer's: code that peeks at ``weight`` or ``in_features`` finds them."""
@@ -122,8 +120,6 @@ class Adapted(nn.Module):
         return f"{self._method.name}, slot {self.slot} of {self.slots.num_slots}{rank}"
 
 
-def base_weight(module: nn.Module) -> Tensor:
-    """The weight of a layer, adapted or not."""
-    weight = (module.base_layer if isinstance(module, Adapted) else module).weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
+def base_weight(module: nn.Module, layer: Layer) -> Tensor:
+    """The canonical weight of a layer, adapted or not."""
+    return layer.base_tensors(module.base_layer if isinstance(module, Adapted) else module)["weight"].detach()

@@ -202,7 +202,7 @@ class Adapters:
         kept = shared.settings | settings
         num_slots = shared.num_slots if shared.free else 2 * shared.num_slots
         floor = max((asked for asked in (shared.capacity, capacity) if asked is not None), default=None)
-        weights = {entry.path: base_weight(found[entry.path].module) for entry in plan}
+        weights = {entry.path: base_weight(found[entry.path].module, entry.layer) for entry in plan}
         initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
         growth = grow(self.layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor)
         fresh = {

@@ -52,8 +52,16 @@ class EmbeddingLayer(Layer):
         return vector
 
     def compose(self, down: Tensor, up: Tensor) -> Tensor:
-        """From down (R, I), up (O, R) -> (I, O)."""
-        return (up @ down).t()
+        """From down (R, I), up (O, R) -> (O, I)."""
+        return up @ down
+
+    def canonical(self, weight: Tensor) -> Tensor:
+        """(I, O) -> (O, I)."""
+        return weight.t()
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """(O, I) -> (I, O)."""
+        return weight.t()
 
 
 def describe_embedding(module: nn.Module) -> EmbeddingLayer | None:

@@ -130,7 +130,9 @@ class LoRA(Method):
             tensors["down"] = _INITS[self.init](layer.down_shape(self.rank), generator)
         return tensors
 
-    def after(self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
+    def after(
+        self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Down, drop, up. The scale is folded into ``up``, which is smaller than any activation."""
         if training and "input_dropout" in p and x.is_floating_point():  # ids have no elements to drop
             x = dropped(x, p["input_dropout"], x.shape)
@@ -148,7 +150,7 @@ class LoRA(Method):
             y = y + layer.per_channel(p["up_bias"] * scale).to(y.dtype)
         return y
 
-    def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+    def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W + s U D."""
         return (weight + layer.compose(p["down"], p["up"] * p["scale"])).to(weight.dtype)
 
@@ -161,6 +163,8 @@ class LoRA(Method):
 
     def check(self, layer: Layer) -> str | None:
         """With groups, the rank channels are shared out evenly."""
+        if (reason := super().check(layer)) is not None:
+            return reason
         if self.rank % layer.groups:
             return f"its {layer.groups} groups need a rank that is a multiple of {layer.groups}, not {self.rank}"
         return None
