@@ -54,10 +54,8 @@ class Layer(ABC):
 
     def base_tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """The layer's own ``weight``, canonical, and its ``bias`` where it has one."""
-        tensors = {"weight": self.canonical(module.weight)}
-        if self.has_bias:
-            tensors["bias"] = module.bias
-        return tensors
+        own = {name: value for name in ("weight", "bias") if isinstance(value := getattr(module, name, None), Tensor)}
+        return {**own, "weight": self.canonical(own["weight"])}
 
     def call(self, module: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run the module with other tensors (canonical, named as ``base_tensors`` names them) in place of its own."""
