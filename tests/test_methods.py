@@ -13,8 +13,8 @@ from onegraph.adapters.run import run_rows
 from onegraph.errors import ConfigurationError, OnegraphError, TargetError
 from onegraph.layers import describe
 from onegraph.methods import METHODS, LoRA
+from onegraph.methods.dropouts import dropped
 from onegraph.methods.inits import kaiming
-from onegraph.methods.lora import dropped
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from onegraph.errors import ConfigurationError, OnegraphError, nearest
 from onegraph.layers.base import Layer
 from onegraph.methods.base import Method, ParameterSpec
+from onegraph.methods.dropouts import PROBABILITIES, dropped_input, dropped_ranks, dropped_scale, used_probabilities
+from onegraph.methods.fields import alpha_problems, choice_problems, probability_problems, raise_all, rank_problems
 from onegraph.methods.inits import Init, gaussian, kaiming, normal
 
 _INITS: dict[str, Init] = {"kaiming": kaiming, "gaussian": gaussian}
-_PROBABILITIES = ("dropout", "input_dropout", "rank_dropout", "module_dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class LoRA(Method):
     """
 
     name: ClassVar[str] = "lora"
-    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "rslora", "init", *_PROBABILITIES})
-    random_settings: ClassVar[frozenset[str]] = frozenset(_PROBABILITIES)
+    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "rslora", "init", *PROBABILITIES})
+    random_settings: ClassVar[frozenset[str]] = frozenset(PROBABILITIES)
 
     rank: int = 8
     alpha: float | None = None
@@ -61,42 +61,14 @@ class LoRA(Method):
     bias: bool = False
 
     def __post_init__(self) -> None:
-        problems: list[OnegraphError] = []
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            problems.append(
-                ConfigurationError(
-                    f"rank={self.rank!r} is not a rank",
-                    why="The rank is the number of channels between the two factors: a whole number, at least 1.",
-                    hint="4, 8, 16 and 32 are usual",
-                    code="rank",
-                )
-            )
-        elif self.alpha is None:
+        raise_all(
+            rank_problems(self.rank),
+            alpha_problems(self.alpha),
+            probability_problems(self, PROBABILITIES),
+            choice_problems("init", self.init, _INITS),
+        )
+        if self.alpha is None:
             object.__setattr__(self, "alpha", float(self.rank))
-        if self.alpha is not None and not math.isfinite(self.alpha):
-            problems.append(
-                ConfigurationError(
-                    f"alpha={self.alpha!r} is not a finite number",
-                    why="The adapter's output is multiplied by alpha / rank.",
-                    hint="alpha=None means alpha = rank, so that the factor is 1",
-                    code="alpha",
-                )
-            )
-        for name in _PROBABILITIES:
-            if not 0.0 <= getattr(self, name) < 1.0:
-                problems.append(
-                    ConfigurationError(
-                        f"{name}={getattr(self, name)!r} is not in [0, 1)",
-                        why="It is the probability of dropping; at 1 nothing would be left to train.",
-                        hint=f"{name}=0.1 drops one in ten",
-                        code="probability",
-                    )
-                )
-        if self.init not in _INITS:
-            names = nearest(self.init, _INITS) or list(_INITS)
-            problems.append(ConfigurationError(f"init={self.init!r} is unknown", hint=f"use {' or '.join(names)}", code="init"))
-        if problems:
-            raise ConfigurationError.collected(problems)
 
     @property
     def scale(self) -> float:
@@ -116,10 +88,7 @@ class LoRA(Method):
 
     def settings(self, layer: Layer) -> dict[str, float]:
         """``scale``, and each dropout that is used."""
-        used = {name: getattr(self, name) for name in _PROBABILITIES if getattr(self, name) > 0}
-        if layer.kind == "embedding":
-            used.pop("input_dropout", None)  # ids can't be dropped elementwise
-        return {"scale": self.scale, **used}
+        return {"scale": self.scale, **used_probabilities(self, layer)}
 
     def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
         """One factor drawn, the other 0: the adapter starts as the identity."""
@@ -134,17 +103,9 @@ class LoRA(Method):
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         """Down, drop, up. The scale is folded into ``up``, which is smaller than any activation."""
-        if training and "input_dropout" in p and x.is_floating_point():  # ids have no elements to drop
-            x = dropped(x, p["input_dropout"], x.shape)
-        h = layer.project(x, p["down"])
-        if training and "dropout" in p:
-            h = dropped(h, p["dropout"], h.shape)
-        if training and "rank_dropout" in p:
-            axis = layer.channel_axis % h.dim()
-            h = dropped(h, p["rank_dropout"], [size if position in (0, axis) else 1 for position, size in enumerate(h.shape)])
-        scale = p["scale"]
-        if training and "module_dropout" in p:
-            scale = scale * (torch.rand((), device=scale.device) >= p["module_dropout"])
+        h = layer.project(dropped_input(x, p, training=training), p["down"])
+        h = dropped_ranks(h, p, layer, training=training)
+        scale = dropped_scale(p, training=training)
         y = layer.add_expanded(y, h, p["up"] * scale)
         if "up_bias" in p:
             y = y + layer.per_channel(p["up_bias"] * scale).to(y.dtype)
@@ -168,9 +129,3 @@ class LoRA(Method):
         if self.rank % layer.groups:
             return f"its {layer.groups} groups need a rank that is a multiple of {layer.groups}, not {self.rank}"
         return None
-
-
-def dropped(values: Tensor, probability: Tensor, shape: torch.Size | list[int]) -> Tensor:
-    """``values`` with elements of ``shape`` (broadcast) set to 0 with a probability held in a 0-d tensor, the rest times 1 / (1 - p)."""
-    kept = torch.rand(shape, device=values.device) >= probability
-    return values * kept * (1 / (1 - probability))
