@@ -9,11 +9,37 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from onegraph.adapters.run import run
-from onegraph.layers import Layer, describe
+from onegraph.layers import Layer, describe_any
 from onegraph.methods import LoRA, Method
 from reference.lora import lora
+
+
+class OwnRMSNorm(nn.Module):
+    """y = (1 + w) x / rms(x): a norm that a model defines for itself, as Gemma does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1.0 + self.weight) * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Affine(nn.Module):
+    """y = g (x A^T) + A 1: a module of no kind, with parameters of its own and a number that isn't trained."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(size, size))
+        self.gain = nn.Parameter(torch.randn(()))
+        self.times = nn.Parameter(torch.tensor(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * (x @ self.matrix.t()) + self.times * self.matrix.sum(1)
+
 
 Reference = Callable[[nn.Module, NDArray[np.float64], Mapping[str, NDArray[np.float64]]], NDArray[np.float64]]
 
@@ -30,6 +56,7 @@ LAYERS: dict[str, LayerCase] = {
     "linear": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(2, 3, 5)),
     "linear-no-bias": LayerCase(lambda: nn.Linear(5, 7, bias=False), lambda: torch.randn(3, 5)),
     "linear-vector": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(5)),
+    "linear-transposed": LayerCase(lambda: Conv1D(7, 5), lambda: torch.randn(2, 3, 5)),
     "embedding": LayerCase(lambda: nn.Embedding(9, 6), lambda: torch.randint(0, 9, (2, 4))),
     "embedding-padding": LayerCase(lambda: nn.Embedding(9, 6, padding_idx=2), lambda: torch.tensor([[0, 2, 5], [8, 2, 2]])),
     "conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3, padding=1), lambda: torch.randn(2, 4, 5)),
@@ -43,6 +70,13 @@ LAYERS: dict[str, LayerCase] = {
     "conv2d-circular": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), lambda: torch.randn(1, 4, 4, 3)),
     "conv2d-replicate": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate"), lambda: torch.randn(1, 4, 4, 3)),
     "conv3d": LayerCase(lambda: nn.Conv3d(2, 4, (1, 3, 2), stride=(1, 2, 1), padding=(0, 1, 0)), lambda: torch.randn(1, 2, 2, 4, 3)),
+    "norm-layer": LayerCase(lambda: nn.LayerNorm(6), lambda: torch.randn(2, 3, 6)),
+    "norm-layer-no-bias": LayerCase(lambda: nn.LayerNorm(6, bias=False), lambda: torch.randn(2, 3, 6)),
+    "norm-layer-two-axes": LayerCase(lambda: nn.LayerNorm((2, 3)), lambda: torch.randn(2, 4, 2, 3)),
+    "norm-rms": LayerCase(lambda: nn.RMSNorm(6, eps=1e-6), lambda: torch.randn(2, 3, 6)),
+    "norm-group": LayerCase(lambda: nn.GroupNorm(2, 6), lambda: torch.randn(2, 6, 3, 2)),
+    "norm-own-class": LayerCase(lambda: OwnRMSNorm(6), lambda: torch.randn(2, 3, 6)),
+    "module": LayerCase(lambda: Affine(4), lambda: torch.randn(2, 3, 4)),
 }
 
 
@@ -83,14 +117,14 @@ class Case:
     @property
     def method(self) -> Method:
         """As the layer's shape settles it."""
-        layer = describe(self.layer_case.module())
+        layer = describe_any(self.layer_case.module())
         assert layer is not None
         return self.method_case.method.settled(layer, [layer])
 
     def build(self) -> tuple[nn.Module, Layer, Tensor, dict[str, Tensor]]:
         """The module, its description, an input, and all tensors of the method: random parameters, and settings."""
         module = self.layer_case.module().double().requires_grad_(False)
-        layer = describe(module)
+        layer = describe_any(module)
         assert layer is not None
         x = self.layer_case.x()
         if x.is_floating_point():
@@ -105,13 +139,14 @@ class Case:
         return run(self.method, layer, module, x, p, training=training)
 
     def weight(self, module: nn.Module, layer: Layer) -> Tensor:
-        """The layer's own weight, canonical."""
-        return layer.base_tensors(module)["weight"]
+        """The layer's own weight, canonical; of a layer without one, its first tensor."""
+        tensors = layer.base_tensors(module)
+        return tensors.get("weight", next(iter(tensors.values())))
 
 
 def supported(method_case: MethodCase, layer_case: LayerCase) -> bool:
     """Whether the method takes the layer."""
-    layer = describe(layer_case.module())
+    layer = describe_any(layer_case.module())
     return layer is not None and method_case.method.check(layer) is None
 
 

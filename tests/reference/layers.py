@@ -51,6 +51,27 @@ def convolution(x: Array, weight: Array, bias: Array | None, module: nn.Module, 
     return y
 
 
+def normed(x: Array, weight: Array, bias: Array | None, module: nn.Module) -> Array:
+    """(x - mean) / sqrt(mean square + eps) times the weight plus the bias; RMS norms have no mean, some scale by 1 + w."""
+    if isinstance(module, nn.GroupNorm):
+        grouped = x.reshape(x.shape[0], module.num_groups, -1)
+        shape = (1, -1, *(1 for _ in x.shape[2:]))
+        found = _standardised(grouped, (2,), module.eps, centred=True).reshape(x.shape) * weight.reshape(shape)
+        return found if bias is None else found + bias.reshape(shape)
+    shape = tuple(module.weight.shape)
+    axes = tuple(range(-len(shape), 0))
+    eps = getattr(module, "eps", 1e-6)
+    gain = weight if isinstance(module, nn.LayerNorm | nn.RMSNorm) else 1.0 + weight
+    found = _standardised(x, axes, eps, centred=isinstance(module, nn.LayerNorm)) * gain.reshape(shape)
+    return found if bias is None else found + bias.reshape(shape)
+
+
+def _standardised(x: Array, axes: tuple[int, ...], eps: float, *, centred: bool) -> Array:
+    if centred:
+        x = x - x.mean(axis=axes, keepdims=True)
+    return x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + eps)
+
+
 WeightReference = Callable[[Array, "Array | None", Mapping[str, Array], nn.Module], "tuple[Array, Array | None]"]
 """From a weight (O, I / groups, *kernel) and a bias, the adapter's tensors and the module, to the adapted weight and bias."""
 
@@ -61,6 +82,9 @@ def own_tensors(module: nn.Module) -> tuple[Array, Array | None]:
     bias = getattr(module, "bias", None)
     if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":
         weight = weight.T
+    if "Norm" in type(module).__name__:
+        weight = weight.reshape(-1)
+        bias = None if bias is None else bias.reshape(-1)
     return weight, None if bias is None else np.asarray(bias.detach().double())
 
 
@@ -71,6 +95,8 @@ def plain(module: nn.Module, x: Array, weight: Array, bias: Array | None) -> Arr
         return y if bias is None else y + bias
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return convolution(x, weight, bias, module, module.groups)
+    if "Norm" in type(module).__name__:
+        return normed(x, weight, bias, module)
     return linear(x, weight, bias)
 
 

@@ -7,21 +7,18 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
-from reference.layers import Array, convolution, embedding, linear
+from reference.layers import Array, convolution, embedding, linear, own_tensors
 
 
 def lora(module: nn.Module, x: Array, p: Mapping[str, Array]) -> Array:
     """The adapted layer's output; ``p`` holds ``down``, ``up``, ``scale`` and perhaps ``up_bias``."""
     scale = p["scale"]
-    weight = np.asarray(module.weight.detach().double())
-    bias = getattr(module, "bias", None)
-    bias = None if bias is None else np.asarray(bias.detach().double())
+    weight, bias = own_tensors(module)
     extra = p.get("up_bias", np.zeros(p["up"].shape[0]))
     if isinstance(module, nn.Embedding):
-        return embedding(x.astype(np.int64), weight) + scale * (embedding(x.astype(np.int64), p["down"].T) @ p["up"].T + extra)
-    if isinstance(module, nn.Linear):
+        return embedding(x.astype(np.int64), weight.T) + scale * (embedding(x.astype(np.int64), p["down"].T) @ p["up"].T + extra)
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return linear(x, weight, bias) + scale * linear(linear(x, p["down"]), p["up"], extra)
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     h = convolution(x, p["down"], None, module, groups=1)
     groups, outs, inner = module.groups, p["up"].shape[0] // module.groups, p["up"].shape[1]
     up = p["up"].reshape(p["up"].shape[0], inner)

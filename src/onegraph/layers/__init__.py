@@ -6,19 +6,37 @@ from collections.abc import Callable
 
 from torch import nn
 
-from onegraph.layers.base import Layer
+from onegraph.layers.base import Layer, ProductLayer
 from onegraph.layers.conv import ConvLayer, describe_conv
 from onegraph.layers.embedding import EmbeddingLayer, describe_embedding
 from onegraph.layers.linear import LinearLayer, describe_linear
+from onegraph.layers.module import ModuleLayer, describe_module
+from onegraph.layers.norm import NormLayer, describe_norm
 
-__all__ = ["KINDS", "ConvLayer", "EmbeddingLayer", "Layer", "LinearLayer", "describe"]
+__all__ = [
+    "KINDS",
+    "ConvLayer",
+    "EmbeddingLayer",
+    "Layer",
+    "LinearLayer",
+    "ModuleLayer",
+    "NormLayer",
+    "ProductLayer",
+    "describe",
+    "describe_any",
+]
 
-_DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (describe_linear, describe_conv, describe_embedding)
+_DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (describe_linear, describe_conv, describe_embedding, describe_norm)
 
-KINDS = "Linear, Conv1d, Conv2d, Conv3d, Embedding"
+KINDS = "Linear, Conv1d, Conv2d, Conv3d, Embedding, Conv1D of transformers, norms"
 """The modules that can be adapted, as messages name them."""
 
 
 def describe(module: nn.Module) -> Layer | None:
     """Read what a module is; None where it is none of the kinds that can be adapted."""
     return next((layer for read in _DESCRIBERS if (layer := read(module)) is not None), None)
+
+
+def describe_any(module: nn.Module) -> Layer | None:
+    """Read what a module is, any module with parameters of its own and nothing inside included: for methods of the kind "module"."""
+    return describe(module) or describe_module(module)

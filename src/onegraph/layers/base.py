@@ -6,10 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from onegraph.errors import TargetError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +23,12 @@ class Layer(ABC):
     Methods see every weight in its canonical form: (O, I / groups, *kernel), output features first. Layers that store theirs
     another way (an embedding's table, a transposed Linear) turn it round in ``canonical`` and ``stored``.
 
+    Layers that multiply by their weight are a ``ProductLayer``; the others have tensors and run, but neither ``project`` nor
+    ``expand`` nor what goes with them, and say so.
+
     Args:
-        in_features: Size of the input; input channels of a convolution; rows of an embedding's table.
-        out_features: Size of the output; output channels of a convolution; width of an embedding.
+        in_features: Size of the input; input channels of a convolution; rows of an embedding's table; size of a norm; 0: it has none.
+        out_features: Size of the output; output channels of a convolution; width of an embedding; size of a norm; 0: it has none.
         weight_shape: Shape of the layer's own weight, as it is stored.
         kernel_size: Kernel of a convolution, () for the others.
         groups: Groups of a convolution, 1 for the others.
@@ -40,9 +45,18 @@ class Layer(ABC):
     has_bias: bool = False
 
     @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Shape of the canonical weight."""
+        return (self.out_features, self.in_features // self.groups, *self.kernel_size)
+
+    @property
     def num_weight_columns(self) -> int:
         """Columns of the canonical weight as a matrix: input features of one output, times the points of the kernel."""
-        return math.prod((self.in_features // self.groups, *self.kernel_size))
+        return math.prod(self.canonical_shape[1:])
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of what ``base_tensors`` gives."""
+        return {"weight": self.canonical_shape, **({"bias": (self.out_features,)} if self.has_bias else {})}
 
     def canonical(self, weight: Tensor) -> Tensor:
         """A weight as it is stored -> (O, I / groups, *kernel)."""
@@ -65,41 +79,83 @@ class Layer(ABC):
         return y if extra is None else y + self.per_channel(extra).to(y.dtype)
 
     @property
-    @abstractmethod
     def channel_axis(self) -> int:
         """The axis of activations that holds features, counted from the end."""
+        self._lacks("axis of features")
 
-    @abstractmethod
     def down_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of a weight that ``project`` takes: from the input to ``rank`` channels."""
+        self._lacks("product")
 
-    @abstractmethod
     def up_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of a weight that ``expand`` takes: from ``rank`` channels to the output."""
+        self._lacks("product")
 
-    @abstractmethod
     def project(self, x: Tensor, down: Tensor) -> Tensor:
         """The layer's own operation (stride, padding, dilation, lookup) with the weight ``down`` and no bias.
 
         ``down`` is cast to the dtype of ``x``, never ``x`` to the dtype of ``down``: the weight is the small one.
         """
+        self._lacks("product")
 
-    @abstractmethod
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
         """The pointwise operation from R to O channels, in the dtype of ``h``."""
+        self._lacks("product")
 
     def add_expanded(self, y: Tensor, h: Tensor, up: Tensor) -> Tensor:
         """``y + expand(h, up)`` in the dtype of ``y``, in one operation where there is one."""
         return (y + self.expand(h.to(y.dtype), up)).to(y.dtype)
 
-    @abstractmethod
     def per_channel(self, vector: Tensor) -> Tensor:
         """A vector over the output features, shaped to be broadcast against the output."""
+        self._lacks("axis of features")
 
-    @abstractmethod
     def compose(self, down: Tensor, up: Tensor) -> Tensor:
         """The canonical weight of the layer that does ``expand(project(x, down), up)`` in one operation.
 
         Raises:
             TargetError: ``grouped-weight``: with groups > 1 no grouped weight does that.
         """
+        self._lacks("product")
+
+    def _lacks(self, what: str) -> NoReturn:
+        raise TargetError(
+            f"a layer of the kind {self.kind} has no {what}",
+            why="It doesn't multiply its input by a matrix.",
+            hint="a method for such layers changes their tensors by themselves: see adapt_tensors",
+            code="layer-without-product",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductLayer(Layer):
+    """A layer that multiplies by its weight, the canonical (O, I / groups, *kernel), and can do so with factors of another one."""
+
+    @property
+    @abstractmethod
+    def channel_axis(self) -> int:
+        """The axis of activations that holds features, counted from the end."""
+
+    @abstractmethod
+    def down_shape(self, rank: int) -> tuple[int, ...]:
+        """From the input to ``rank`` channels."""
+
+    @abstractmethod
+    def up_shape(self, rank: int) -> tuple[int, ...]:
+        """From ``rank`` channels to the output."""
+
+    @abstractmethod
+    def project(self, x: Tensor, down: Tensor) -> Tensor:
+        """The layer's own operation with another weight."""
+
+    @abstractmethod
+    def expand(self, h: Tensor, up: Tensor) -> Tensor:
+        """The pointwise operation from R to O channels."""
+
+    @abstractmethod
+    def per_channel(self, vector: Tensor) -> Tensor:
+        """A vector over the output features, to be broadcast."""
+
+    @abstractmethod
+    def compose(self, down: Tensor, up: Tensor) -> Tensor:
+        """Both factors as one canonical weight."""

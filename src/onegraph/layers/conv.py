@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onegraph.errors import TargetError
-from onegraph.layers.base import Layer
+from onegraph.layers.base import ProductLayer
 
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _MODULES: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvLayer(Layer):
+class ConvLayer(ProductLayer):
     """A convolution. Shapes: x (B, I, *space), W (O, I / groups, *kernel), y (B, O, *space').
 
     Args:

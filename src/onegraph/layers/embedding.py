@@ -8,11 +8,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onegraph.layers.base import Layer
+from onegraph.layers.base import ProductLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingLayer(Layer):
+class EmbeddingLayer(ProductLayer):
     """``y = W[ids] * output_scale``. Shapes: ids (...) integer, W (I, O), y (..., O).
 
     Args:

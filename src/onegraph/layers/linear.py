@@ -8,14 +8,20 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onegraph.layers.base import Layer
+from onegraph.layers.base import ProductLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearLayer(Layer):
-    """``y = x W^T + b``. Shapes: x (..., I), W (O, I), y (..., O)."""
+class LinearLayer(ProductLayer):
+    """``y = x W^T + b``. Shapes: x (..., I), W (O, I), y (..., O).
+
+    Args:
+        transposed: Whether the weight is stored as (I, O): ``Conv1D`` of transformers, in GPT-2 and its like.
+    """
 
     kind: ClassVar[str] = "linear"
+
+    transposed: bool = False
 
     @property
     def channel_axis(self) -> int:
@@ -53,9 +59,19 @@ class LinearLayer(Layer):
         """From down (R, I), up (O, R) -> (O, I)."""
         return up @ down
 
+    def canonical(self, weight: Tensor) -> Tensor:
+        """As it is, or (I, O) -> (O, I)."""
+        return weight.t() if self.transposed else weight
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """As it is, or (O, I) -> (I, O)."""
+        return weight.t() if self.transposed else weight
+
 
 def describe_linear(module: nn.Module) -> LinearLayer | None:
-    """The description of an ``nn.Linear`` that runs as one; None for anything else."""
+    """The description of an ``nn.Linear``, or of the ``Conv1D`` of transformers, that runs as one; None for anything else."""
+    if (transposed := _describe_transposed(module)) is not None:
+        return transposed
     # The out_proj of nn.MultiheadAttention is a Linear that is never called: its owner reads the weight and
     # multiplies by itself, so an adapter on it would do nothing without a word.
     if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -67,4 +83,21 @@ def describe_linear(module: nn.Module) -> LinearLayer | None:
         out_features=module.out_features,
         weight_shape=(module.out_features, module.in_features),
         has_bias=module.bias is not None,
+    )
+
+
+def _describe_transposed(module: nn.Module) -> LinearLayer | None:
+    # Known by its name: transformers isn't imported for a model that has nothing of it.
+    kind = next((base for base in type(module).__mro__ if base.__name__ == "Conv1D" and base.__module__.startswith("transformers.")), None)
+    if kind is None or type(module).forward is not vars(kind).get("forward"):
+        return None
+    weight, out_features = getattr(module, "weight", None), getattr(module, "nf", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != out_features:
+        return None
+    return LinearLayer(
+        in_features=weight.shape[0],
+        out_features=weight.shape[1],
+        weight_shape=tuple(weight.shape),
+        has_bias=getattr(module, "bias", None) is not None,
+        transposed=True,
     )
