@@ -195,7 +195,6 @@ def test_plan_folds_what_looks_alike() -> None:
         ({"targets": []}, "no-target-matched", "endings|end in|kinds"),
         ({"targets": lambda path, module: False}, "no-target-matched", "function"),
         ({"targets": ["query"], "overrides": {"vaule": LoRA(rank=4)}}, "override-without-match", "vaule"),
-        ({"targets": ["query"], "overrides": {"query": LoRA(rank=4, bias=True)}}, "override-method", "bias=True"),
         ({"targets": ["query"], "capacity": 2}, "rank-above-capacity", "capacity=3"),
         ({"targets": ["query"], "capacity": 0}, "capacity", "capacity=0"),
         ({"targets": ["query"], "name": ""}, "adapter-name", "''"),

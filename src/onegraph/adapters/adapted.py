@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
 
-from onegraph.adapters.run import run
-from onegraph.adapters.slots import Slots
+from onegraph.adapters.run import run, run_rows
+from onegraph.adapters.slots import Rows, Slots
+from onegraph.errors import AdapterError
 from onegraph.layers import Layer
 from onegraph.methods import Method
 
@@ -31,9 +32,12 @@ class Adapted(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.structures: dict[Method, Slots] = {}
+        self.shared: dict[Method, Slots] = {}
         self.slot = 0
+        self._shared_slot = 0
         self._layer = layer
-        self._settings: dict[str, Tensor] = {}
+        self._constants: dict[str, Tensor] = {}
+        self._rows: list[tuple[Method, list[Rows]]] | None = None
         self.training = base_layer.training
 
     @property
@@ -46,23 +50,54 @@ class Adapted(nn.Module):
         """The storage of the active structure."""
         return self.structures[self._method]
 
-    def activate(self, structure: Method | None, slot: int) -> None:
-        """Register the Parameters of a slot; None keeps the structure that is active."""
+    def activate(self, structure: Method | None, slot: int, shared_slot: int = 0) -> None:
+        """Register the Parameters of a slot; None keeps the structure that is active.
+
+        Layers that the adapter isn't on run the identity, with the adapter's shared tensors all the same: which layers share
+        a tensor is something that a graph depends on.
+        """
         if structure is not None:
             self._method = structure
         slots = self.structures[self._method]
-        self.slot = slot
+        self.slot, self._shared_slot = slot, shared_slot
+        parameters = dict(slots.parameters(slot))
+        self._constants = slots.settings(slot)
+        if self._method in self.shared:
+            parameters |= self.shared[self._method].parameters(shared_slot)
+            # What isn't trained is written to no state dict: it would be there once a layer.
+            fixed = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+            self._constants |= {name: parameters.pop(name) for name in fixed}
         registered = self.__dict__["_parameters"]
         registered.clear()
-        registered.update(slots.parameters(slot))
-        self._settings = slots.settings(slot)
+        registered.update(parameters)
+
+    def assign_rows(self, indices: Mapping[Method, tuple[Tensor, set[int]]] | None) -> None:
+        """Give every row of the batch its own adapter; None ends it.
+
+        Args:
+            indices: Structure -> the slot of each row, and which of them are adapters on this layer.
+        """
+        if indices is None:
+            self._rows = None
+            return
+        rows = []
+        for structure in self.structures:
+            index, slots = indices[structure]
+            storages = [self.structures[structure]] + ([self.shared[structure]] if structure in self.shared else [])
+            rows.append((structure, [storage.rows(index, slots) for storage in storages]))
+        self._rows = rows
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The adapted layer's output, in the base layer's dtype."""
+        base: nn.Module = self._modules[BASE]  # type: ignore[assignment]
+        if self._rows is not None:
+            x = _batch(input, self._rows[0][1][0].index.shape[0], self._layer)
+            methods = [(method, {name: value for rows in parts for name, value in rows.gather().items()}) for method, parts in self._rows]
+            return run_rows(methods, self._layer, base, x, *args, training=self.training, **kwargs)
         # Read through __dict__ tables: __getattr__ below would be traced for every name.
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[assignment]
-        p = {**parameters, **self._settings}
-        return run(self._method, self._layer, self._modules[BASE], input, p, *args, training=self.training, **kwargs)  # type: ignore[arg-type]
+        p = {**parameters, **self._constants}
+        return run(self._method, self._layer, base, input, p, *args, training=self.training, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Registered names first, then the base layer's: code that peeks at ``weight`` or ``in_features`` finds them."""
@@ -88,10 +123,10 @@ class Adapted(nn.Module):
         """Move the storage of all slots, not only the registered Parameters, and tie them again."""
         if recurse:
             self.base_layer._apply(fn)  # type: ignore[no-untyped-call]
-        for slots in self.structures.values():
+        for slots in [*self.structures.values(), *self.shared.values()]:
             slots.apply(fn)
         if self.structures:
-            self.activate(None, self.slot)
+            self.activate(None, self.slot, self._shared_slot)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -105,12 +140,12 @@ class Adapted(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without Parameters and views: they are tied again to the copy's own storage."""
-        return {**self.__dict__, "_parameters": {}, "_settings": {}}
+        return {**self.__dict__, "_parameters": {}, "_constants": {}, "_rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.structures:
-            self.activate(None, self.slot)
+            self.activate(None, self.slot, self._shared_slot)
 
     def extra_repr(self) -> str:
         """The active structure, slot and number of slots."""
@@ -118,6 +153,20 @@ class Adapted(nn.Module):
             return ""
         rank = "" if self.slots.rank is None else f", rank up to {self.slots.rank}"
         return f"{self._method.name}, slot {self.slot} of {self.slots.num_slots}{rank}"
+
+
+def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
+    """The input with one row an adapter; positions, the same for every row, come as a single one."""
+    if layer.kind == "embedding" and (x.dim() < 2 or x.shape[0] == 1):
+        return x.expand(num_rows, *x.shape[-1:])
+    if x.dim() == 0 or x.shape[0] != num_rows:
+        raise AdapterError(
+            f"{num_rows} rows were named, but a layer got an input of shape {tuple(x.shape)}",
+            why="rows() names the adapter of every row of the batch, and the first axis of a layer's input is the batch.",
+            hint="name as many rows as the batch has; leave layers that see another batch axis out with exclude=",
+            code="row-count",
+        )
+    return x
 
 
 def base_weight(module: nn.Module, layer: Layer) -> Tensor:

@@ -23,6 +23,7 @@ def attach(
     exclude: Targets = (),
     name: str = "default",
     overrides: Mapping[str, Method] | None = None,
+    also: Mapping[str, Method] | None = None,
     capacity: int | None = None,
     dtype: torch.dtype | None = torch.float32,
     generator: torch.Generator | None = None,
@@ -36,8 +37,9 @@ def attach(
             path, or "all-linear" for every Linear but the output head. Or a function of path and module.
         exclude: Taken out again, written the same way.
         name: What the adapter is called.
-        overrides: ``{pattern: method}``: another rank or alpha for some layers. A pattern matches a path or its ending after a dot; the
-            first match wins.
+        overrides: ``{pattern: method}``: another rank, alpha or method for some layers. A pattern matches a path or its ending after a
+            dot; the first match wins.
+        also: ``{target: method}``: further modules with methods of their own, such as ``{"classifier": Dense()}``.
         capacity: The rank to pad to, so that adapters up to it share one graph; None: the method's own.
         dtype: Of the adapter's parameters, whatever the base has; None: the base layer's.
         generator: Draws the initial tensors, on the CPU.
@@ -45,7 +47,7 @@ def attach(
     Raises:
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.
         AdapterError: ``adapter-exists``, ``adapter-name``, ``rank-above-capacity``, ``adapted-elsewhere``.
-        ConfigurationError: ``not-a-model``, ``not-a-method``, ``target-pattern``, ``override-method``, ``capacity``, ``dtype``.
+        ConfigurationError: ``not-a-model``, ``not-a-method``, ``target-pattern``, ``capacity``, ``dtype``.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{model!r} is not a model", hint="a torch.nn.Module, such as pipeline.unet", code="not-a-model")
@@ -58,7 +60,7 @@ def attach(
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype={dtype} can't be trained", hint="torch.float32", code="dtype")
     adapters = adapters_of(model) or Adapters(unwrapped(model), dtype=dtype)
-    adapters.add(name, method, targets=targets, exclude=exclude, overrides=overrides, capacity=capacity, generator=generator)
+    adapters.add(name, method, targets=targets, exclude=exclude, overrides=overrides, also=also, capacity=capacity, generator=generator)
     adapters.model.__dict__[RECORD] = adapters
     adapters.use(name)
     return adapters

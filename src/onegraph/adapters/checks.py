@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from onegraph.adapters.plan import Plan
 from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nearest
-from onegraph.layers import Layer
-from onegraph.methods import Method
+from onegraph.methods import Method, ParameterSpec
 
 
 def check_name(name: str, taken: Collection[str]) -> None:
@@ -70,7 +69,11 @@ def unknown_setting(method: str, setting: str, known: Collection[str]) -> Onegra
 
 
 def check_tensors(
-    name: str, expected: Mapping[str, tuple[Method, Layer]], tensors: Mapping[str, Mapping[str, Tensor]], *, partial: bool
+    name: str,
+    expected: Mapping[str, tuple[Method, Mapping[str, ParameterSpec]]],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    *,
+    partial: bool,
 ) -> None:
     """Every tensor belongs to the adapter and has its shape, and, unless ``partial``, none is missing."""
     problems: list[AdapterError] = []
@@ -79,8 +82,7 @@ def check_tensors(
             close = nearest(path, expected)
             hint = f"did you mean {close[0]}?" if close else ""
             problems.append(AdapterError(f"adapter {name!r} is not on {path!r}", hint=hint, code="tensor-unknown"))
-    for path, (method, layer) in expected.items():
-        specs = method.parameters(layer)
+    for path, (method, specs) in expected.items():
         given = tensors.get(path, {})
         for key, value in given.items():
             if key not in specs:
@@ -101,4 +103,28 @@ def check_tensors(
         why=first.why,
         hint=first.hint,
         code=first.code,
+    )
+
+
+def check_rows(names: Sequence[str | None], known: Collection[str]) -> None:
+    """At least one row, and every name is an adapter's."""
+    if isinstance(names, str) or not names:
+        raise ConfigurationError(
+            f"rows({names!r}) names no rows",
+            why="It takes the adapter of every row of the batch, in order.",
+            hint='rows(["legal", None, "french"]) for a batch of three',
+            code="rows",
+        )
+    for name in names:
+        if name is not None and name not in known:
+            raise unknown_adapter(name, known)
+
+
+def merged_error(what: str, merged: Collection[str]) -> OnegraphError:
+    """The error for what can't be done while weights hold an adapter."""
+    return AdapterError(
+        f"{what} while {', '.join(map(repr, merged))} {'is' if len(merged) == 1 else 'are'} merged into the weights",
+        why="The adapter would act on top of itself.",
+        hint="unmerge() first",
+        code="merged",
     )

@@ -12,12 +12,13 @@ from onegraph.methods import Method
 
 @dataclass
 class Structure:
-    """What adapters of one structure share: the number of slots, the settings kept, the capacity asked for."""
+    """What adapters of one structure share: the number of slots, the settings kept, the capacity asked for, tensors of all layers."""
 
     num_slots: int
     settings: set[str]
     capacity: int | None = None
     free: list[int] = field(default_factory=list)
+    shared: Slots | None = None
 
     def widen(self, num_slots: int) -> None:
         """More slots, free ones."""
@@ -56,6 +57,7 @@ def grow(
     settings: set[str],
     ranks: Mapping[str, int | None],
     floor: int | None,
+    shared: Slots | None = None,
 ) -> Growth:
     """Larger blocks where a layer of the structure needs one.
 
@@ -66,8 +68,14 @@ def grow(
         settings: Settings wanted.
         ranks: Path -> rank wanted there.
         floor: A capacity wanted everywhere.
+        shared: Tensors that the layers have in common; they have the layers' largest rank.
     """
     blocks: list[tuple[Slots, Block]] = []
+    if shared is not None:
+        wanted = max((rank for rank in ranks.values() if rank is not None), default=None)
+        rank = grown_rank(shared.rank, wanted, floor)
+        if (rank, num_slots) != (shared.rank, shared.num_slots):
+            blocks.append((shared, shared.grown(num_slots, rank, ())))
     for path, layer in layers:
         slots = layer.structures.get(structure)
         if slots is None:

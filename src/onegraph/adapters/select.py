@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from onegraph.adapters.adapted import Adapted
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.walk import Place, places, unwrapped
 from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, TargetError, nearest
-from onegraph.layers import KINDS, Layer, describe
+from onegraph.layers import KINDS, Layer, describe, describe_any
 from onegraph.methods import Method
 
 Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -25,6 +26,7 @@ def select(
     *,
     exclude: Targets = (),
     overrides: Mapping[str, Method] | None = None,
+    also: Mapping[str, Method] | None = None,
 ) -> tuple[Plan, dict[str, Place]]:
     """The plan, and for each of its paths where the module hangs. The model isn't touched.
 
@@ -32,39 +34,44 @@ def select(
         targets: Paths or their endings (an entry matches a path that equals it or ends with "." + entry); a regular expression that
             matches the whole path; "all-linear", every Linear but the output head; or a function of path and module.
         exclude: Taken out again, written the same way.
-        overrides: Another method of the same class for some layers; a key matches a path or its ending after a dot, the first match wins.
+        overrides: Another method for some layers; a key matches a path or its ending after a dot, the first match wins.
+        also: Further modules, by path or ending, with their methods; they are never targets. A module that has modules inside
+            stands for all of them that have parameters.
 
     Raises:
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.
-        ConfigurationError: ``target-pattern``, ``override-method``.
+        ConfigurationError: ``target-pattern``.
     """
     everywhere = places(model)
+    further = _further(model, everywhere, also or {})
     chosen = _matched(model, everywhere, targets, "targets")
     dropped = {id(place) for place in _matched(model, everywhere, exclude, "exclude")} if not _is_empty(exclude) else set()
-    kept = [place for place in chosen if id(place) not in dropped]
-    if not kept:
+    kept = [place for place in chosen if id(place) not in dropped and id(place) not in further]
+    if not kept and not (further and (chosen or _is_empty(targets))):
         raise _nothing_matched(everywhere, targets, excluded=bool(chosen))
     problems: list[OnegraphError] = []
-    unsupported: list[Place] = []
+    refused: dict[tuple[str, str], list[Place]] = {}
     entries: list[PlanEntry] = []
-    patterns = _compiled(overrides or {}, method)
+    patterns = {key: _pattern(rf"(.*\.)?({key})$", f"overrides[{key!r}]") for key in overrides or {}}
     used: set[str] = set()
-    for place in kept:
-        layer = _described(place.module)
-        if layer is None:
-            unsupported.append(place)
+    targeted = {id(place) for place in kept}
+    for place in everywhere:
+        if id(place) in further:
+            own = further[id(place)]
+        elif id(place) in targeted:
+            key = next((key for key, pattern in patterns.items() if any(pattern.match(path) for path in place.paths)), None)
+            own = method if key is None else (overrides or {})[key]
+            if key is not None:
+                used.add(key)
+        else:
             continue
-        key = next((key for key, pattern in patterns.items() if any(pattern.match(path) for path in place.paths)), None)
-        own = method
-        if key is not None:
-            used.add(key)
-            own = (overrides or {})[key]
-        if (reason := own.check(layer)) is not None:
-            problems.append(TargetError(f"{own.name} can't adapt {place.path}", why=reason, code="unsupported-layer"))
-            continue
-        entries.append(PlanEntry(place.path, layer, own))
-    if unsupported:
-        problems.append(_unsupported(unsupported))
+        layer = _described(place.module, own)
+        reason = f"only layers of these kinds can be adapted, where they run their own forward: {KINDS}"
+        if layer is not None and (found := own.check(layer)) is None:
+            entries.append(PlanEntry(place.path, layer, own))
+        else:
+            refused.setdefault((own.name, reason if layer is None else str(found)), []).append(place)
+    problems += [_unsupported(name, reason, places) for (name, reason), places in refused.items()]
     if not problems:
         paths = [entry.path for entry in entries]
         problems = [
@@ -74,11 +81,37 @@ def select(
         ]
     if problems:
         raise ConfigurationError.collected(problems)
-    return Plan(tuple(entries)), {place.path: place for place in kept}
+    by_path = {place.path: place for place in everywhere}
+    return Plan(_settled(entries)), {entry.path: by_path[entry.path] for entry in entries}
 
 
-def _described(module: nn.Module) -> Layer | None:
-    return module.layer if isinstance(module, Adapted) else describe(module)
+def _settled(entries: list[PlanEntry]) -> tuple[PlanEntry, ...]:
+    """With the fields filled in that the layers of each method decide together."""
+    layers: dict[Method, list[Layer]] = {}
+    for entry in entries:
+        layers.setdefault(entry.method.structure(), []).append(entry.layer)
+    return tuple(replace(entry, method=entry.method.settled(entry.layer, layers[entry.method.structure()])) for entry in entries)
+
+
+def _further(model: nn.Module, everywhere: list[Place], also: Mapping[str, Method]) -> dict[int, Method]:
+    """Place -> method, for the modules named in ``also`` and those inside them."""
+    found: dict[int, Method] = {}
+    for entry, method in also.items():
+        for outer in _matched(model, everywhere, [entry], "also"):
+            inside = {id(module) for module in _plain(outer.module).modules()}
+            for place in everywhere:
+                plain = _plain(place.module)
+                if place is outer or id(plain) in inside:
+                    leaf = next(iter(plain.children()), None) is None
+                    if (place is outer and leaf) or next(plain.parameters(recurse=False), None) is not None:
+                        found[id(place)] = method
+    return found
+
+
+def _described(module: nn.Module, method: Method | None = None) -> Layer | None:
+    if isinstance(module, Adapted):
+        return module.layer
+    return describe_any(module) if method is not None and "module" in method.kinds else describe(module)
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -105,7 +138,7 @@ def _matched(model: nn.Module, everywhere: list[Place], targets: Targets, option
         if not hits:
             missing.append(entry)
         found += hits
-    if missing and (found or option == "exclude"):
+    if missing and (found or option in ("exclude", "also")):
         paths = [path for place in everywhere if _described(place.module) for path in place.paths]
         raise ConfigurationError.collected(
             [
@@ -132,17 +165,6 @@ def _pattern(text: str, option: str) -> re.Pattern[str]:
             hint=f'give a list to match endings, e.g. [{text!r}], or "{ALL_LINEAR}"',
             code="target-pattern",
         ) from None
-
-
-def _compiled(overrides: Mapping[str, Method], method: Method) -> dict[str, re.Pattern[str]]:
-    for key, own in overrides.items():
-        if own.structure() != method.structure():
-            raise ConfigurationError(
-                f"overrides[{key!r}] is {own}, but the adapter is {method}",
-                why="The layers of one adapter run the same graph: an override may change values such as the rank, not the method.",
-                code="override-method",
-            )
-    return {key: _pattern(rf"(.*\.)?({key})$", f"overrides[{key!r}]") for key in overrides}
 
 
 def _output_head(model: nn.Module) -> nn.Module | None:
@@ -176,14 +198,15 @@ def _nothing_matched(everywhere: list[Place], targets: Targets, *, excluded: boo
     )
 
 
-def _unsupported(chosen: list[Place]) -> OnegraphError:
-    first = chosen[0]
-    named = [f"{place.path} is a {type(place.module).__module__}.{type(place.module).__qualname__}" for place in chosen[:3]]
-    more = f" (and {len(chosen) - 3} more)" if len(chosen) > 3 else ""
-    below = sorted({name for name, child in first.module.named_children() if describe(child)})
+def _unsupported(method: str, reason: str, refused: list[Place]) -> OnegraphError:
+    first = _plain(refused[0].module)
+    kinds = [type(_plain(place.module)) for place in refused[:3]]
+    named = [f"{place.path} is a {kind.__module__}.{kind.__qualname__}" for place, kind in zip(refused, kinds)]
+    more = f" (and {len(refused) - 3} more)" if len(refused) > 3 else ""
+    below = sorted({name for name, child in first.named_children() if describe(child)})
     return TargetError(
-        f"{', '.join(named)}{more}, which can't be adapted",
-        why=f"Only layers of these kinds can, where they run their own forward: {KINDS}.",
+        f"{method} can't adapt: {', '.join(named)}{more}",
+        why=reason,
         hint=f"target what is inside it: {', '.join(below)}" if below else "take it out with exclude=, or target other layers",
         code="unsupported-layer",
     )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +42,39 @@ class Block:
         return self.settings_memory[name][slot, 0]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The adapters of a batch, one a row: read inside a graph, so that every pass sees the present values.
+
+    Args:
+        index: (B,) the slot of each row.
+        memory: Parameters of all slots, (S, numel rounded up).
+        shapes: Their shapes.
+        settings_memory: Settings of all slots, (S, alignment).
+    """
+
+    index: Tensor
+    memory: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    settings_memory: dict[str, Tensor]
+
+    def gather(self) -> dict[str, Tensor]:
+        """The tensors of each row, (B, *shape)."""
+        found = {}
+        for name, memory in self.memory.items():
+            shape = self.shapes[name]
+            found[name] = memory.index_select(0, self.index)[:, : math.prod(shape)].view(-1, *shape)
+        for name, memory in self.settings_memory.items():
+            found[name] = memory[:, 0].index_select(0, self.index)
+        return found
+
+
 class Slots:
     """The adapters of one structure on one layer.
 
     Args:
         structure: The method without its per-adapter values; equal for all layers, so that they share a graph.
-        layer: What is adapted.
+        layer: What is adapted; None for the tensors that all layers of an adapter have in common.
         rank: Capacity: the rank that every slot is padded to; None for methods without one.
         num_slots: Number of slots, the identity included.
         settings: Names of the settings kept.
@@ -56,7 +85,7 @@ class Slots:
     def __init__(
         self,
         structure: Method,
-        layer: Layer,
+        layer: Layer | None,
         *,
         rank: int | None,
         num_slots: int,
@@ -69,7 +98,10 @@ class Slots:
         self.dtype = dtype
         self.device = device
         self.block = self._allocate(num_slots, rank, settings)
+        self.row_slots: AbstractSet[int] = frozenset()
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
+        self._leaves: dict[str, Tensor] = {}
+        self._rows_ended = False
         for slot in range(num_slots):
             self.reset(slot)
 
@@ -85,7 +117,14 @@ class Slots:
 
     def specs(self, rank: int | None) -> dict[str, ParameterSpec]:
         """The tensors at a rank."""
-        return self.structure.with_rank(rank).parameters(self.layer)
+        method = self.structure.with_rank(rank)
+        return method.shared_parameters() if self.layer is None else method.parameters(self.layer)
+
+    def identity(self, rank: int | None) -> dict[str, Tensor]:
+        """What a slot without an adapter holds."""
+        if self.layer is None:
+            return {name: torch.zeros(spec.shape) for name, spec in self.specs(rank).items()}
+        return self.structure.with_rank(rank).identity(self.layer)
 
     def parameters(self, slot: int) -> dict[str, nn.Parameter]:
         """The Parameters of a slot: the same objects at every call, views of the storage."""
@@ -110,24 +149,56 @@ class Slots:
         """Set a setting in place: a compiled graph reads the new value."""
         self.block.setting(setting, slot).fill_(value)
 
+    def rows(self, index: Tensor, slots: AbstractSet[int]) -> Rows:
+        """What a batch with an adapter a row reads: the memory of all slots, and the slot of each row.
+
+        Args:
+            index: (B,) int64, the slot of each row.
+            slots: Those in it that are adapters; a backward pass gives their Parameters the gradients.
+        """
+        if self._rows_ended:
+            self.row_slots, self._rows_ended = frozenset(), False
+        self.row_slots = self.row_slots | slots
+        return Rows(index, {name: self._leaf(name) for name in self.block.memory}, self.block.shapes, self.block.settings_memory)
+
     def stacked(self, name: str) -> Tensor:
-        """The tensors of all slots, (S, *shape): what a batch with an adapter a row gathers from."""
-        if name in self.block.settings_memory:
-            return self.block.settings_memory[name][:, 0]
+        """The tensors of all slots, (S, *shape): a view of the storage."""
         shape = self.block.shapes[name]
         return self.block.memory[name][:, : math.prod(shape)].view(self.num_slots, *shape)
+
+    def _leaf(self, name: str) -> Tensor:
+        """The memory of a parameter as a leaf of autograd."""
+        if name not in self._leaves:
+            leaf = self.block.memory[name].detach()
+            if self.specs(self.rank)[name].trained:
+                leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._share_out, name))  # type: ignore[no-untyped-call]
+            self._leaves[name] = leaf
+        return self._leaves[name]
+
+    def _share_out(self, name: str, leaf: Tensor) -> None:
+        """Hand the gradient of all slots on to the Parameters of those that were in the batch."""
+        gradient, leaf.grad = leaf.grad, None
+        self._rows_ended = True
+        if gradient is None:
+            return
+        shape = self.block.shapes[name]
+        for slot in self.row_slots:
+            parameter = self.parameters(slot)[name]
+            own = gradient[slot, : math.prod(shape)].view(shape)
+            parameter.grad = own.clone() if parameter.grad is None else parameter.grad.add_(own)
 
     @torch.no_grad()
     def reset(self, slot: int) -> None:
         """Make a slot the identity. Whoever still holds its Parameters keeps a copy that nothing reads any more."""
         for parameter in self._parameters.pop(slot, {}).values():
             parameter.data = parameter.data.clone()
+        self.row_slots = self.row_slots - {slot}
         self._clear(slot)
         for name in self.block.settings_memory:
             self.block.setting(name, slot).zero_()
 
     def _clear(self, slot: int) -> None:
-        identity = self.structure.with_rank(self.rank).identity(self.layer)
+        identity = self.identity(self.rank)
         for name in self.block.shapes:
             self.block.parameter(name, slot).copy_(identity[name])
 
@@ -148,7 +219,7 @@ class Slots:
         """A larger block with the same contents. Nothing changes before ``adopt``."""
         block = self._allocate(num_slots, rank, settings)
         old = self.specs(self.rank)
-        identity = self.structure.with_rank(rank).identity(self.layer)
+        identity = self.identity(rank)
         for name in block.shapes:
             for slot in range(num_slots):
                 if slot < self.num_slots:
@@ -166,6 +237,7 @@ class Slots:
         """
         before = next(iter(self.block.memory.values())).device.type
         self.block = block
+        self._leaves = {}
         if "meta" in {before, self.device.type} and before != self.device.type:
             self._parameters.clear()
         for slot, tied in self._parameters.items():
@@ -209,7 +281,7 @@ class Slots:
 
     def __getstate__(self) -> dict[str, Any]:
         """Storage only: copies and pickles tie their own Parameters to it."""
-        return {**self.__dict__, "_parameters": {}}
+        return {**self.__dict__, "_parameters": {}, "_leaves": {}}
 
 
 def _zeros(num_slots: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,185 @@
+"""Adding an adapter in two parts: everything that can fail first, then everything that changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from onegraph.adapters.adapted import Adapted, base_weight
+from onegraph.adapters.checks import check_capacity
+from onegraph.adapters.growth import Growth, Structure, grow, grown_rank
+from onegraph.adapters.plan import Plan, PlanEntry
+from onegraph.adapters.records import Record
+from onegraph.adapters.select import already_adapted_elsewhere
+from onegraph.adapters.slots import Slots
+from onegraph.adapters.walk import Place
+from onegraph.methods import Method
+
+if TYPE_CHECKING:
+    from onegraph.adapters.surgery import Surgery
+
+logger = logging.getLogger("onegraph")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What changes for one structure of a new adapter."""
+
+    state: Structure
+    entries: list[PlanEntry]
+    growth: Growth
+    fresh: dict[str, Slots]
+    shared: Slots | None
+    initial_shared: dict[str, Tensor]
+    settings: set[str]
+    num_slots: int
+    floor: int | None
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Addition:
+    """An adapter that is ready to be added."""
+
+    record: Record
+    parts: dict[Method, Part]
+    wraps: dict[str, Adapted]
+    places: dict[str, Place]
+    initial: dict[str, dict[str, Tensor]]
+
+    def commit(self, name: str, layers: dict[str, Adapted], structures: dict[Method, Structure], surgery: Surgery) -> Record:
+        """Put it in place; nothing here can fail."""
+        reasons = [reason for part in self.parts.values() for reason in part.reasons]
+        if self.wraps and structures:
+            reasons.append(f"it is on {len(self.wraps)} layers that were not adapted before")
+        if reasons:
+            logger.info("adapter %r: %s. A compiled model compiles once more; reserve() or capacity= avoids it.", name, "; ".join(reasons))
+        for structure, part in self.parts.items():
+            part.growth.commit()
+            part.state.widen(part.num_slots)
+            part.state.settings, part.state.capacity, part.state.shared = part.settings, part.floor, part.shared
+            structures[structure] = part.state
+            for path, slots in part.fresh.items():
+                layer = self.wraps[path] if path in self.wraps else layers[path]
+                layer.structures[structure] = slots
+                if part.shared is not None:
+                    layer.shared[structure] = part.shared
+        for layer in self.wraps.values():
+            layer.activate(next(iter(layer.structures)), 0)
+        surgery.wrap({path: (self.places[path], layer) for path, layer in self.wraps.items()})
+        layers.update(self.wraps)
+        for structure, part in self.parts.items():
+            slot = self.record.slots[structure] = part.state.free.pop(0)
+            for entry in part.entries:
+                slots = layers[entry.path].structures[structure]
+                slots.write(slot, entry.rank, self.initial[entry.path])
+                for setting, value in entry.method.settings(entry.layer).items():
+                    slots.set(slot, setting, value)
+            if part.shared is not None:
+                part.shared.write(slot, max((e.rank for e in part.entries if e.rank is not None), default=None), part.initial_shared)
+        return self.record
+
+
+def prepare(
+    plan: Plan,
+    places: dict[str, Place],
+    layers: Mapping[str, Adapted],
+    structures: Mapping[Method, Structure],
+    *,
+    capacity: int | None,
+    generator: torch.Generator | None,
+    dtype: torch.dtype | None,
+) -> Addition:
+    """Make everything that a new adapter needs; the model isn't touched.
+
+    Args:
+        plan: Layers and methods.
+        places: Path -> where the module hangs.
+        layers: What is adapted already.
+        structures: What is there of each structure.
+        capacity: Rank to pad to.
+        generator: Draws the initial tensors.
+        dtype: Of the parameters; None: the base layer's.
+
+    Raises:
+        AdapterError: ``rank-above-capacity``, ``adapted-elsewhere``.
+    """
+    wraps: dict[str, Adapted] = {}
+    for entry in plan:
+        module = places[entry.path].module
+        if not isinstance(module, Adapted):
+            wraps[entry.path] = Adapted(module, entry.layer)
+        elif layers.get(entry.path) is not module:
+            raise already_adapted_elsewhere(entry.path)
+    check_capacity(plan, capacity)
+    weights = {entry.path: base_weight(places[entry.path].module, entry.layer) for entry in plan}
+    initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
+    record = Record.of(plan)
+    by_path = {entry.path: entry for entry in plan}
+    parts = {
+        structure: _part(
+            structure, [by_path[path] for path in paths], layers, structures.get(structure), weights, capacity, generator, dtype
+        )
+        for structure, paths in record.by_structure().items()
+    }
+    return Addition(record, parts, wraps, places, initial)
+
+
+def _part(
+    structure: Method,
+    entries: list[PlanEntry],
+    layers: Mapping[str, Adapted],
+    present: Structure | None,
+    weights: Mapping[str, Tensor],
+    capacity: int | None,
+    generator: torch.Generator | None,
+    dtype: torch.dtype | None,
+) -> Part:
+    settings = {setting for entry in entries for setting in entry.method.settings(entry.layer)}
+    state = present or Structure(num_slots=2, settings=settings, free=[1])
+    kept = state.settings | settings
+    num_slots = state.num_slots if state.free else 2 * state.num_slots
+    floor = max((asked for asked in (state.capacity, capacity) if asked is not None), default=None)
+    ranks = {entry.path: entry.rank for entry in entries}
+    growth = grow(layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor, shared=state.shared)
+    first = weights[entries[0].path]
+    shared, method = state.shared, entries[0].method
+    if shared is None and method.shared_parameters():
+        largest = max((rank for rank in ranks.values() if rank is not None), default=None)
+        shared = Slots(
+            structure,
+            None,
+            rank=grown_rank(largest, largest, floor),
+            num_slots=num_slots,
+            settings=(),
+            dtype=_dtype_of(first, dtype),
+            device=first.device,
+        )
+    fresh = {
+        entry.path: Slots(
+            structure,
+            entry.layer,
+            rank=grown_rank(entry.rank, entry.rank, floor),
+            num_slots=num_slots,
+            settings=sorted(kept),
+            dtype=_dtype_of(weights[entry.path], dtype),
+            device=weights[entry.path].device,
+        )
+        for entry in entries
+        if entry.path not in layers or structure not in layers[entry.path].structures
+    }
+    reasons = growth.reasons() if present is not None else []
+    initial_shared = method.initial_shared(generator) if method.shared_parameters() else {}
+    return Part(state, entries, growth, fresh, shared, initial_shared, kept, num_slots, floor, reasons)
+
+
+def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """A quantised weight has no dtype that could be trained."""
+    if dtype is not None:
+        return dtype
+    return weight.dtype if weight.is_floating_point() else torch.float32

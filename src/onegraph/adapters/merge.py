@@ -1,0 +1,367 @@
+"""Merging: adapters written into the weights of the base layers, and taken out again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.adapters.checks import check_finite, unknown_adapter
+from onegraph.errors import AdapterError, NumericsError, OnegraphError, TargetError
+from onegraph.layers import EmbeddingLayer, Layer
+from onegraph.methods import Method
+
+if TYPE_CHECKING:
+    from onegraph.adapters.adapted import Adapted
+    from onegraph.adapters.collection import Adapters
+
+logger = logging.getLogger("onegraph")
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SHARED = ""
+"""The path of tensors that all layers of an adapter have in common, as ``Adapters.tensors`` has it."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One adapter on one layer: its method, its tensors and settings, and how much of it is wanted."""
+
+    method: Method
+    tensors: dict[str, Tensor]
+    weight: float
+
+
+@dataclass
+class Replaced:
+    """What merging put aside: path -> name -> the Parameter that was there, and the adapter that was active."""
+
+    active: str | None
+    parameters: dict[str, dict[str, nn.Parameter | None]] = field(default_factory=dict)
+
+
+def merged(adapters: Adapters) -> list[str]:
+    """The adapters that are merged into the weights now."""
+    return list(vars(adapters).get("_merged") or ())
+
+
+def merge(
+    adapters: Adapters,
+    names: str | Sequence[str] | None = None,
+    *,
+    weights: Sequence[float] | Mapping[str, float] | None = None,
+    safe: bool = True,
+) -> None:
+    """Write adapters into the weights: W' = W + sum_i w_i (adapt_i(W) - W), and the bias likewise. The identity runs from then on.
+
+    Each layer gets new Parameters of the old shape, dtype and layout, and the old ones are put aside: ``unmerge`` hangs the very
+    same back, and a weight that other layers share (an output head tied to its embedding) is left to them as it was. A compiled
+    model runs on. It compiles once for the merged state only where layers shared a weight, or a layer gets a bias that had none.
+
+    The sum is computed in float32 (float64 where the base is) and rounded once. Settings count as they are now; nothing is
+    dropped. On an error nothing has changed.
+
+    Args:
+        names: Which adapters; None: the active one.
+        weights: How much of each, in their order or by name; 1 when omitted. Negative ones take away.
+        safe: Whether NaN or infinity in a new weight is an error.
+
+    Raises:
+        AdapterError: ``merged``, ``unknown-adapter``, ``no-active-adapter``, ``merge-names``, ``merge-weights``, ``not-finite-value``;
+            ``unmergeable`` with the layers whose weight can't be written.
+        NumericsError: ``not-finite`` with the layers.
+    """
+    refuse_merged(adapters, "adapters can't be merged")
+    chosen = _chosen(adapters, names, weights)
+    new = _new_parameters(adapters, chosen, safe=safe)
+    replaced = Replaced(adapters.active)
+    shared = _shared_elsewhere(adapters, new)
+    adapters.use(None)
+    for path, parameters in new.items():
+        module = adapters.layers[path].base_layer
+        replaced.parameters[path] = {name: _hang(module, name, parameter) for name, parameter in parameters.items()}
+    vars(adapters).update(_merged=chosen, _replaced=replaced)
+    biased = [path for path, before in replaced.parameters.items() if None in before.values()]
+    for paths, why in ((shared, "share a weight with others, which keep theirs"), (biased, "have a bias now that had none")):
+        if paths:
+            logger.info("merged: %s %s. A compiled model compiles once for the merged state.", ", ".join(paths), why)
+
+
+def unmerge(adapters: Adapters) -> None:
+    """Hang the Parameters back that ``merge`` put aside, the same objects bit for bit, and use the adapter that was active.
+
+    Where the model was moved or cast meanwhile, they follow.
+
+    Raises:
+        AdapterError: ``not-merged``.
+    """
+    replaced = _replaced(adapters)
+    for path, parameters in replaced.parameters.items():
+        module = adapters.layers[path].base_layer
+        for name, parameter in parameters.items():
+            present = _hang(module, name, parameter)
+            if parameter is not None and present is not None and (parameter.device, parameter.dtype) != (present.device, present.dtype):
+                parameter.data = parameter.data.to(present.device, present.dtype)
+    vars(adapters).update(_merged={}, _replaced=None)
+    adapters.use(replaced.active if replaced.active in adapters.names else None)
+
+
+def merge_and_unload(
+    adapters: Adapters,
+    names: str | Sequence[str] | None = None,
+    *,
+    weights: Sequence[float] | Mapping[str, float] | None = None,
+    safe: bool = True,
+) -> nn.Module:
+    """Merge, unless that is done, and return the plain model with the new weights; these adapters are gone.
+
+    The model is as it was before attaching: its own classes, keys and trainable parameters. The one new key is the bias of a layer that
+    had none and whose adapter brought one. Layers that shared a weight don't share it any longer.
+
+    Raises:
+        AdapterError: As ``merge``; ``merged`` when adapters are merged already and others are named.
+    """
+    if not merged(adapters):
+        merge(adapters, names, weights=weights, safe=safe)
+    elif names is not None or weights is not None:
+        refuse_merged(adapters, "others can't be merged")
+    gained = [adapters.layers[path].base_layer for path, before in _replaced(adapters).parameters.items() if None in before.values()]
+    vars(adapters).update(_merged={}, _replaced=None)
+    model = adapters.detach()
+    for module in gained:
+        bias, weight = module.get_parameter("bias"), module.get_parameter("weight")
+        bias.requires_grad_(weight.requires_grad)
+    return model
+
+
+def refuse_merged(adapters: Adapters, what: str) -> None:
+    """Raise where adapters are merged.
+
+    Raises:
+        AdapterError: ``merged``.
+    """
+    names = merged(adapters)
+    if names:
+        raise AdapterError(
+            f"{what} while {', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'} merged into the weights",
+            why="The base weights aren't the base model's.",
+            hint="unmerge() first",
+            code="merged",
+        )
+
+
+def contributions(adapters: Adapters, chosen: Mapping[str, float], dtype: torch.dtype | None = None) -> dict[str, list[Contribution]]:
+    """Path -> what each of the adapters on that layer contributes, in the order of the layers.
+
+    Args:
+        chosen: Name -> weight.
+        dtype: Of the tensors; None: float32, or float64 where the base is.
+    """
+    found: dict[str, list[Contribution]] = {path: [] for path in adapters.layers}
+    for name, weight in chosen.items():
+        tensors = adapters.tensors(name)
+        settings = {setting: adapters.settings_of(name, setting) for setting in adapters.setting_names(name)}
+        for path, method in adapters.methods(name).items():
+            base = adapters.layers[path].layer.base_tensors(adapters.layers[path].base_layer)
+            precision = precision_of(base) if dtype is None else dtype
+            p = {key: value.detach().to(precision) for key, value in tensors[path].items()}
+            for key, spec in method.shared_parameters().items():
+                value = tensors[_SHARED][key].detach().to(precision)
+                for axis in spec.rank_axes:  # they have the largest rank of all layers
+                    value = value.narrow(axis, 0, spec.shape[axis])
+                p[key] = value
+            for setting, values in settings.items():
+                if path in values and setting not in method.random_settings:
+                    p[setting] = torch.tensor(values[path], dtype=precision, device=base["weight"].device)
+            found[path].append(Contribution(method, p, weight))
+    return {path: present for path, present in found.items() if present}
+
+
+def adapted_base(adapted: Adapted, contribution: Contribution, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer with one adapter, canonical, computed in the precision of ``base``: only those that it changes.
+
+    Raises:
+        TargetError: Where the method can't be written as new weights.
+    """
+    # Under autocast the small products would be rounded to half precision.
+    with torch.autocast(base["weight"].device.type, enabled=False):
+        tensors = contribution.method.adapt_tensors(base, contribution.tensors, adapted.layer)
+    return {name: value for name, value in tensors.items() if value is not base.get(name)}
+
+
+def precision_of(base: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype that new weights are computed in."""
+    return torch.float64 if any(value.dtype == torch.float64 for value in base.values()) else torch.float32
+
+
+def unwritable(layers: Mapping[str, str], what: str, hint: str, code: str) -> OnegraphError:
+    """The error that names layers, each with a reason."""
+    lines = [f"- {path}: {reason}" for path, reason in list(layers.items())[:10]]
+    more = [f"- and {len(layers) - 10} more"] if len(layers) > 10 else []
+    return AdapterError(
+        f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} {what}:\n" + "\n".join(lines + more),
+        why="Nothing has changed.",
+        hint=hint,
+        code=code,
+    )
+
+
+def _chosen(
+    adapters: Adapters, names: str | Sequence[str] | None, weights: Sequence[float] | Mapping[str, float] | None
+) -> dict[str, float]:
+    """Name -> weight, checked."""
+    if names is None:
+        if adapters.active is None:
+            raise AdapterError("no adapter is active", hint="name those to merge", code="no-active-adapter")
+        names = [adapters.active]
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
+        if name not in adapters.names:
+            raise unknown_adapter(name, adapters.names)
+    if not listed or len(set(listed)) < len(listed):
+        raise AdapterError(
+            f"names={listed} can't be merged",
+            why="It takes at least one adapter, and each once.",
+            hint="an adapter that should count twice has the weight 2",
+            code="merge-names",
+        )
+    if weights is None:
+        return dict.fromkeys(listed, 1.0)
+    known = set(weights) == set(listed) if isinstance(weights, Mapping) else len(weights) == len(listed)
+    if not known:
+        raise AdapterError(
+            f"weights={weights!r} don't go with names={listed}",
+            why="Every adapter needs a weight.",
+            hint=f"weights={[1.0] * len(listed)} is what is used without",
+            code="merge-weights",
+        )
+    chosen = {name: float(weights[name]) for name in listed} if isinstance(weights, Mapping) else dict(zip(listed, map(float, weights)))
+    for name, weight in chosen.items():
+        check_finite(weight, f"the weight of {name!r}")
+    return chosen
+
+
+def _new_parameters(adapters: Adapters, chosen: Mapping[str, float], *, safe: bool) -> dict[str, dict[str, nn.Parameter]]:
+    """Path -> name -> the Parameter to hang in. Nothing is changed."""
+    refused: dict[str, str] = {}
+    not_finite: list[str] = []
+    new: dict[str, dict[str, nn.Parameter]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for path, present in contributions(adapters, chosen).items():
+            adapted = adapters.layers[path]
+            try:
+                tensors = _weighted(adapted, present)
+            except TargetError as error:
+                refused[path] = error.what
+                continue
+            reasons = [reason for name in tensors if (reason := _refusal(adapted.base_layer, name)) is not None]
+            if reasons:
+                refused[path] = ", ".join(reasons)
+                continue
+            new[path] = {name: _parameter(adapted, name, value) for name, value in tensors.items()}
+            if safe and not all(bool(parameter.isfinite().all()) for parameter in new[path].values()):
+                not_finite.append(path)
+    if refused:
+        hint = "run the adapter beside these layers, without merging, or adapt other layers with exclude="
+        raise unwritable(refused, "can't be merged", hint, "unmergeable")
+    if not_finite:
+        shown = ", ".join(not_finite[:10]) + (f" and {len(not_finite) - 10} more" if len(not_finite) > 10 else "")
+        raise NumericsError(
+            f"merging {', '.join(map(repr, chosen))} gives NaN or infinity in {shown}",
+            why="Either the adapter or the weight isn't finite, or the sum is too large for the weight's dtype. Nothing has changed.",
+            hint="look at the adapter's tensors and weights; safe=False merges all the same",
+            code="not-finite",
+        )
+    return new
+
+
+def _weighted(adapted: Adapted, present: Sequence[Contribution]) -> dict[str, Tensor]:
+    """The changed tensors of a layer, canonical, in the precision they are computed in."""
+    layer, module = adapted.layer, adapted.base_layer
+    own = layer.base_tensors(module)
+    if (reason := _unreadable(own["weight"], layer)) is not None:
+        raise TargetError(reason, code="unmergeable")
+    base = {name: value.detach().to(precision_of(own)) for name, value in own.items()}
+    if len(present) == 1 and present[0].weight == 1.0:
+        total = adapted_base(adapted, present[0], base)
+    else:
+        total = {}
+        for contribution in present:
+            for name, value in adapted_base(adapted, contribution, base).items():
+                start = base[name] if name in base else torch.zeros_like(value)
+                total[name] = total.get(name, start) + contribution.weight * (value - start)
+    if isinstance(layer, EmbeddingLayer) and "bias" in total:
+        # A table has no bias, but the same vector on all its rows is one.
+        bias = total.pop("bias").unsqueeze(1) / layer.output_scale
+        total["weight"] = total.get("weight", base["weight"]) + bias
+    return total
+
+
+def _unreadable(weight: Tensor, layer: Layer) -> str | None:
+    """Why a base weight can't be computed with."""
+    if weight.is_meta:
+        return "its weight is on the meta device and has no values"
+    if weight.dtype not in _DTYPES or tuple(layer.stored(weight).shape) != layer.weight_shape:
+        return f"its weight is quantised: {tuple(weight.shape)} numbers of {weight.dtype}"
+    return None
+
+
+def _refusal(module: nn.Module, name: str) -> str | None:
+    """Why a tensor of a module can't be replaced."""
+    owner, attribute = _owner(module, name)
+    if attribute not in owner._parameters:
+        return f"its {name} is computed from other parameters or isn't there"
+    present = owner._parameters[attribute]
+    if present is not None and (type(present) is not nn.Parameter or present.dtype not in _DTYPES):
+        return f"its {name} is a {type(present).__name__} of {present.dtype}, which can't hold the sum"
+    return None
+
+
+def _parameter(adapted: Adapted, name: str, value: Tensor) -> nn.Parameter:
+    """A Parameter with the value, rounded to the dtype and laid out in memory as the present one is: a graph depends on both."""
+    layer, module = adapted.layer, adapted.base_layer
+    owner, attribute = _owner(module, name)
+    present = owner._parameters[attribute]
+    stored = layer.stored(value) if name == "weight" else value
+    if present is None:
+        dtype = layer.base_tensors(module)["weight"].dtype
+        return nn.Parameter(stored.to(dtype, copy=True).contiguous(), requires_grad=False)
+    return nn.Parameter(torch.empty_like(present.detach()).copy_(stored), requires_grad=False)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and its name there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def _hang(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Put a Parameter in the place of another, which is returned."""
+    owner, attribute = _owner(module, name)
+    before, owner._parameters[attribute] = owner._parameters[attribute], parameter
+    return before
+
+
+def _replaced(adapters: Adapters) -> Replaced:
+    found = vars(adapters).get("_replaced")
+    if not isinstance(found, Replaced):
+        raise AdapterError("no adapter is merged", hint="merge() one first", code="not-merged")
+    return found
+
+
+def _shared_elsewhere(adapters: Adapters, new: Mapping[str, Mapping[str, nn.Parameter]]) -> list[str]:
+    """The layers that get a new Parameter in place of one that hangs in several modules."""
+    count: dict[int, int] = {}
+    for module in adapters.model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                count[id(parameter)] = count.get(id(parameter), 0) + 1
+    return [
+        path
+        for path, parameters in new.items()
+        for owner, attribute in (_owner(adapters.layers[path].base_layer, name) for name in parameters)
+        if count.get(id(owner._parameters[attribute]), 0) > 1
+    ]

@@ -1,0 +1,202 @@
+"""The adapters of a model and their values: tensors and settings, read and written in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.adapters.adapted import Adapted
+from onegraph.adapters.checks import check_finite, check_tensors, unknown_adapter, unknown_setting
+from onegraph.adapters.growth import Structure
+from onegraph.adapters.plan import Plan, PlanEntry
+from onegraph.adapters.records import Record
+from onegraph.adapters.slots import Slots
+from onegraph.adapters.surgery import Surgery
+from onegraph.errors import AdapterError
+from onegraph.methods import Method
+
+SHARED = ""
+"""The path under which tensors stand that all layers of an adapter have in common."""
+
+
+class AdapterValues:
+    """What adapters there are, and what they hold. ``Adapters`` is this and all that changes which of them run."""
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None) -> None:
+        self.model = model
+        self.layers: dict[str, Adapted] = {}
+        self._dtype = dtype
+        self._records: dict[str, Record] = {}
+        self._structures: dict[Method, Structure] = {}
+        self._active: str | None = None
+        self._merged: dict[str, float] = {}
+        self._rows: tuple[str | None, ...] | None = None
+        self._surgery = Surgery(model)
+
+    # What is there
+
+    @property
+    def names(self) -> list[str]:
+        """The adapters, in the order they were added."""
+        return list(self._records)
+
+    @property
+    def active(self) -> str | None:
+        """The adapter that runs; None: the base model."""
+        return self._active
+
+    @property
+    def plan(self) -> Plan:
+        """The layers of the active adapter, or of the first when none is active."""
+        name = self._active or next(iter(self._records), None)
+        if name is None:
+            return Plan(())
+        return Plan(tuple(PlanEntry(path, self.layers[path].layer, method) for path, method in self._records[name].methods.items()))
+
+    def methods(self, name: str) -> dict[str, Method]:
+        """The method on each layer of an adapter, with that layer's rank and alpha."""
+        return dict(self._record(name).methods)
+
+    def parameters(self, name: str | None = None) -> dict[str, nn.Parameter]:
+        """What an adapter trains: "path.parameter" -> Parameter. None means the active one.
+
+        Raises:
+            AdapterError: ``unknown-adapter``; ``no-active-adapter``.
+        """
+        record = self._record(self._active_name() if name is None else name)
+        found = {
+            f"{path}.{parameter}": value
+            for path in record.methods
+            for parameter, value in self._slots(path, record).parameters(self._slot(path, record)).items()
+            if value.requires_grad
+        }
+        for structure in record.shared():
+            tensors = self._shared(structure).parameters(record.slots[structure])
+            found |= {parameter: value for parameter, value in tensors.items() if value.requires_grad}
+        return found
+
+    def tensors(self, name: str) -> dict[str, dict[str, Tensor]]:
+        """An adapter's tensors, path -> name -> tensor, cut to the true rank: views of the storage where the layout allows.
+
+        Those that all its layers have in common stand under the path "".
+        """
+        record = self._record(name)
+        found = {
+            path: self._slots(path, record).read(self._slot(path, record), method.rank_on(self.layers[path].layer))
+            for path, method in record.methods.items()
+        }
+        for structure, method in record.shared().items():
+            found.setdefault(SHARED, {}).update(self._shared(structure).read(record.slots[structure], _rank(method)))
+        return found
+
+    # Values
+
+    def load_tensors(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], *, partial: bool = False) -> None:
+        """Copy tensors of the true rank into an adapter, in place. All are checked first; on an error nothing has changed.
+
+        Args:
+            tensors: path -> name -> tensor.
+            partial: Whether layers or tensors of the adapter may be missing; they keep their values.
+
+        Raises:
+            AdapterError: ``unknown-adapter``, ``tensor-unknown``, ``tensor-missing``, ``tensor-shape``; several are collected.
+        """
+        record = self._record(name)
+        expected = {path: (method, method.parameters(self.layers[path].layer)) for path, method in record.methods.items()}
+        shared = record.shared()
+        for method in shared.values():
+            expected[SHARED] = (method, {**expected.get(SHARED, (method, {}))[1], **method.shared_parameters()})
+        check_tensors(name, expected, tensors, partial=partial)
+        for path, given in tensors.items():
+            if path != SHARED:
+                rank = record.methods[path].rank_on(self.layers[path].layer)
+                self._slots(path, record).write(self._slot(path, record), rank, given)
+        for structure, method in shared.items():
+            given = tensors.get(SHARED, {})
+            own = {key: given[key] for key in method.shared_parameters() if key in given}
+            self._shared(structure).write(record.slots[structure], _rank(method), own)
+
+    def setting_names(self, name: str) -> list[str]:
+        """The settings that an adapter's structures keep."""
+        return sorted({setting for structure in self._record(name).slots for setting in self._structures[structure].settings})
+
+    def settings_of(self, name: str, setting: str) -> dict[str, float]:
+        """The value of a setting on each layer of an adapter; empty when no structure of it keeps it."""
+        record = self._record(name)
+        return {
+            path: float(self._slots(path, record).block.setting(setting, self._slot(path, record)))
+            for path, structure in record.structures.items()
+            if setting in self._structures[structure].settings
+        }
+
+    def set_setting(self, name: str, setting: str, value: float | Mapping[str, float]) -> None:
+        """Set a setting on all layers of an adapter that keep it, or on each by its path; in place, never a recompile.
+
+        Raises:
+            AdapterError: ``unknown-adapter``, ``not-finite-value``; ``unknown-setting`` for one that no layer keeps (0 is fine: it is
+                without effect anyway).
+        """
+        record = self._record(name)
+        values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(record.methods, float(value))
+        kept = {path for path, structure in record.structures.items() if setting in self._structures[structure].settings}
+        for path, number in values.items():
+            check_finite(number, f"{setting} of {name!r} on {path}")
+            if path not in record.methods:
+                raise AdapterError(f"adapter {name!r} is not on {path!r}", code="tensor-unknown")
+            if number and path not in kept and (isinstance(value, Mapping) or not kept):
+                raise unknown_setting(record.structures[path].name, setting, self._structures[record.structures[path]].settings)
+        for path in values.keys() & kept:
+            self._slots(path, record).set(self._slot(path, record), setting, values[path])
+
+    @contextlib.contextmanager
+    def without_randomness(self) -> Iterator[None]:
+        """Inside, nothing in the adapters that run is drawn at random: every dropout is 0, in place, on the same graph."""
+        running = {self._active} if self._rows is None else {self._active, *self._rows}
+        before = {
+            (name, setting): self.settings_of(name, setting)
+            for name in sorted(name for name in running if name in self._records)
+            for setting in sorted({setting for structure in self._records[name].slots for setting in structure.random_settings})
+        }
+        for name, setting in before:
+            self.set_setting(name, setting, 0.0)
+        try:
+            yield
+        finally:
+            for (name, setting), values in before.items():
+                self.set_setting(name, setting, values)
+
+    # Inside
+
+    def _alive(self) -> None:
+        if self._surgery.undone:
+            raise AdapterError("these adapters were detached from their model", hint="attach new ones", code="detached")
+
+    def _record(self, name: str) -> Record:
+        self._alive()
+        if name not in self._records:
+            raise unknown_adapter(name, self._records)
+        return self._records[name]
+
+    def _active_name(self) -> str:
+        if self._active is None:
+            raise AdapterError("no adapter is active", hint="name one, or use() one first", code="no-active-adapter")
+        return self._active
+
+    def _slots(self, path: str, record: Record) -> Slots:
+        return self.layers[path].structures[record.structures[path]]
+
+    def _slot(self, path: str, record: Record) -> int:
+        return record.slots[record.structures[path]]
+
+    def _shared(self, structure: Method) -> Slots:
+        shared = self._structures[structure].shared
+        assert shared is not None
+        return shared
+
+
+def _rank(method: Method) -> int | None:
+    rank = getattr(method, "rank", None)
+    return rank if isinstance(rank, int) else None
