@@ -126,6 +126,19 @@ class Method(ABC):
             tensors["bias"] = bias
         return tensors
 
+    @classmethod
+    def concatenated(
+        cls, methods: Sequence[Method], tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float], layer: Layer
+    ) -> tuple[Method, dict[str, Tensor]] | None:
+        """The adapter of this class whose change is the weighted sum of several others', with nothing lost; None: there is none.
+
+        Args:
+            methods: All of this class.
+            tensors: Parameters, shared parameters and settings of each.
+            weights: How much of each. An adapter that isn't on this layer has weight 0 and no tensors.
+        """
+        return None
+
     def check(self, layer: Layer) -> str | None:
         """Why this layer can't take this method, or None when it can."""
         if layer.kind in self.kinds:
