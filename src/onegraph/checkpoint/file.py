@@ -15,6 +15,9 @@ from onegraph.methods import Method
 # Parameter name -> tensor, and "alpha" -> number where the file has one.
 Weights = dict[str, torch.Tensor | float]
 
+SHARED = ""
+"""The module path under which the tensors stand that all layers of an adapter have in common."""
+
 
 @dataclass(frozen=True)
 class AdapterFile:
@@ -25,7 +28,7 @@ class AdapterFile:
         format: ``native``, ``peft``, ``kohya`` or ``diffusers``.
         metadata: The strings in the safetensors header.
         parts: Part (``""`` where there is only one; ``lora_unet``, ``lora_te``; ``unet``, ``text_encoder``) -> module path, or the key
-            that stands for it in the file -> parameter -> tensor, and ``"alpha"`` -> number.
+            that stands for it in the file -> parameter -> tensor, and ``"alpha"`` -> number. Under the path ``""``: shared tensors.
         methods: Part -> the same module keys -> the method with that layer's rank and alpha.
         config: ``adapter_config.json``, or the record of a native file; ``{}`` for formats without one.
         base_weights: Weights of the base model that the file carries too (targeted embeddings), by their name in the model.
@@ -40,7 +43,7 @@ class AdapterFile:
     base_weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{part or 'model'}: {len(layers)} layers" for part, layers in self.parts.items())
+        layers = ", ".join(f"{part or 'model'}: {len(layers)} layers" for part, layers in self.methods.items())
         return f"{self.path} ({self.format}; {layers})"
 
 

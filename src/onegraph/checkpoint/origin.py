@@ -8,20 +8,15 @@ from collections.abc import Mapping
 from torch import nn
 
 from onegraph.adapters import Adapters
-from onegraph.checkpoint.dialects.peft_config import DEFAULTS
-
-# The fields of PEFT that describe the base model or the task. Everything else it knows follows from the adapter as it is now.
-_DESCRIPTIVE = frozenset({"auto_mapping", "base_model_name_or_path", "revision", "task_type"})
+from onegraph.checkpoint.dialects.peft_config import kept_fields
 
 # Adapters -> name -> one of its Parameters, which tells whether it is still the adapter that was loaded, and the fields.
 _FIELDS: weakref.WeakKeyDictionary[Adapters, dict[str, tuple[weakref.ref[nn.Parameter], dict[str, object]]]] = weakref.WeakKeyDictionary()
 
 
 def remember(adapters: Adapters, name: str, config: Mapping[str, object]) -> None:
-    """Keep the fields that describe the base model, and those that nobody here knows."""
-    fields = {field: value for field, value in config.items() if field in _DESCRIPTIVE or field not in DEFAULTS}
-    fields.pop("runtime_config", None)
-    _FIELDS.setdefault(adapters, {})[name] = (weakref.ref(_a_parameter(adapters, name)), fields)
+    """Keep the fields that say what the adapter was made for and how, and those that nobody here knows."""
+    _FIELDS.setdefault(adapters, {})[name] = (weakref.ref(_a_parameter(adapters, name)), kept_fields(config))
 
 
 def remembered(adapters: Adapters, name: str) -> dict[str, object]:

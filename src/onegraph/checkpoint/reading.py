@@ -78,7 +78,8 @@ def _read_folder(folder: Path, format: str | None) -> AdapterFile:
 
 def _peft(container: Container, config_path: Path, path: Path) -> AdapterFile:
     config = peft_config.read_config(config_path)
-    parsed = peft.parse(container.tensors, peft_config.settings_of(config, config_path), path)
+    form = peft_config.form_of(config, config_path)
+    parsed = peft.parse(container.tensors, form, peft_config.checked(config, form, config_path), path)
     return AdapterFile(path, "peft", container.metadata, {"": parsed.weights}, {"": parsed.methods}, config, parsed.base_weights)
 
 

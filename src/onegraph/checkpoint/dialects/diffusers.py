@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from onegraph.checkpoint.dialects.peft_config import PeftSettings, settings_of
+from onegraph.checkpoint.dialects import peft_config
+from onegraph.checkpoint.dialects.peft_methods import lora
+from onegraph.checkpoint.dialects.peft_methods.fields import Config
 from onegraph.checkpoint.file import Weights, complete
 from onegraph.checkpoint.keys import first_ten
 from onegraph.errors import CheckpointError
@@ -82,10 +84,10 @@ def parse(
     for part, config in settings.items():
         if config is not None:
             for layer, weights in parts[part].items():
-                weights["alpha"] = config.alpha(layer)
+                weights["alpha"] = config.alpha(layer, "lora_alpha")
     complete(parts, path)
     methods: dict[str, dict[str, Method]] = {
-        part: {layer: _method(weights, settings[part]) for layer, weights in layers.items()} for part, layers in parts.items()
+        part: {layer: _method(layer, weights, settings[part]) for layer, weights in layers.items()} for part, layers in parts.items()
     }
     return parts, methods
 
@@ -108,7 +110,7 @@ def _modern_path(path: str) -> str:
     return ".".join([*segments[:-1], names.get(segments[-1], segments[-1])])
 
 
-def _settings(metadata: Mapping[str, str], part: str, path: Path) -> PeftSettings | None:
+def _settings(metadata: Mapping[str, str], part: str, path: Path) -> Config | None:
     """The PEFT fields of one part; None for a file without them."""
     if METADATA_KEY not in metadata:
         return None
@@ -126,14 +128,14 @@ def _settings(metadata: Mapping[str, str], part: str, path: Path) -> PeftSetting
     config = {key.removeprefix(start): value for key, value in items if key.startswith(start)}
     if not config:
         return None
-    return settings_of({"peft_type": "LORA", **config}, path)
+    return peft_config.checked({"peft_type": lora.FORM.peft_type, **config}, lora.FORM, path)
 
 
-def _method(weights: Weights, settings: PeftSettings | None) -> Method:
+def _method(layer: str, weights: Weights, config: Config | None) -> Method:
     down, alpha = weights["down"], weights["alpha"]
     assert isinstance(down, torch.Tensor)  # as complete() leaves them
     assert isinstance(alpha, float)
     bias = "up_bias" in weights
-    if settings is None:
+    if config is None:
         return LoRA(rank=down.shape[0], alpha=alpha, bias=bias)
-    return LoRA(rank=down.shape[0], alpha=alpha, input_dropout=settings.dropout, rslora=settings.rslora, init=settings.init, bias=bias)
+    return lora.method_of(config, layer, rank=down.shape[0], bias=bias)

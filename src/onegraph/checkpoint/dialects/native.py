@@ -1,6 +1,7 @@
-"""Our own format: one safetensors file, keys ``path.parameter``, and the configuration of every layer in its metadata.
+"""Our own format: one safetensors file, and the configuration of every layer in its metadata.
 
-Nothing here knows a method: a method is its registered name and its fields.
+Keys are ``path.parameter``, or ``parameter`` for tensors that all layers share. Nothing here knows a method: a method is its
+registered name and its fields.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from onegraph import __version__
-from onegraph.checkpoint.file import Weights
+from onegraph.checkpoint.file import SHARED, Weights
 from onegraph.checkpoint.keys import first_ten
 from onegraph.errors import CheckpointError, ConfigurationError
 from onegraph.methods import METHODS, Method
@@ -31,7 +32,10 @@ def looks_like(metadata: Mapping[str, str]) -> bool:
 
 
 def write(
-    name: str, tensors: Mapping[str, Mapping[str, torch.Tensor]], methods: Mapping[str, Method]
+    name: str,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    methods: Mapping[str, Method],
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors and metadata of the file of one adapter.
 
@@ -39,8 +43,10 @@ def write(
         name: The adapter's name, recorded for people.
         tensors: Module path -> parameter -> tensor.
         methods: Module path -> method.
+        shared: The tensors that all layers have in common; their keys are their names alone.
     """
     flat = {f"{path}.{parameter}": tensor for path, layer in tensors.items() for parameter, tensor in layer.items()}
+    flat |= shared or {}
     records: list[dict[str, object]] = []
     layers = {}
     for path in sorted(methods):
@@ -85,7 +91,7 @@ def parse(
     for key, tensor in tensors.items():
         layer, _, parameter = key.rpartition(".")
         weights.setdefault(layer, {})[parameter] = tensor
-    differing = weights.keys() ^ methods.keys()
+    differing = (weights.keys() - {SHARED}) ^ methods.keys()
     if differing:
         raise CheckpointError(
             f"{len(differing)} layers of {path} have tensors or a configuration, but not both.",

@@ -9,57 +9,38 @@ from pathlib import Path
 
 import torch
 
-from onegraph.checkpoint.dialects.peft_config import PeftSettings
-from onegraph.checkpoint.file import Weights
+from onegraph.checkpoint.dialects.peft_methods import FORMS
+from onegraph.checkpoint.dialects.peft_methods.fields import Config
+from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, IncompleteError, PeftForm, Read
+from onegraph.checkpoint.file import SHARED, Weights
 from onegraph.checkpoint.keys import first_ten, plain_path
 from onegraph.errors import CheckpointError
-from onegraph.methods import LoRA, Method
+from onegraph.methods import Method
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLED_WEIGHTS_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
-
-# Kind of layer -> our parameter -> theirs.
-PARAMETERS = {
-    "linear": {"down": "lora_A.weight", "up": "lora_B.weight", "up_bias": "lora_B.bias"},
-    "conv": {"down": "lora_A.weight", "up": "lora_B.weight", "up_bias": "lora_B.bias"},
-    "embedding": {"down": "lora_embedding_A", "up": "lora_embedding_B"},
-}
-
-# The adapter's name may still stand in the key, where a state dict was saved as it was.
-_KEY = re.compile(r"^(?P<path>.+?)\.lora_(?:(?P<factor>[AB])(?:\.[^.]+)?\.(?P<kind>weight|bias)|embedding_(?P<table>[AB])(?:\.[^.]+)?)$")
-_OTHER_METHODS = {
-    "lora_magnitude_vector": "DoRA",
-    "lora_E": "AdaLoRA",
-    "ia3_l": "IA3",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "vera_": "VeRA",
-    "oft_": "OFT",
-    "boft_": "BOFT",
-    "hra_u": "HRA",
-    "ln_tuning_layers": "LN tuning",
-}
+SHARED_PREFIX = "base_model."
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The tensors of a PEFT folder, sorted into adapter and base model."""
+    """The tensors of a PEFT folder, sorted into adapter (shared tensors under the path "") and base model."""
 
     weights: dict[str, Weights]
     methods: dict[str, Method]
     base_weights: dict[str, torch.Tensor]
 
 
-def key_of(path: str, kind: str, parameter: str) -> str:
+def key_of(path: str, ending: str) -> str:
     """The key of one tensor.
 
     Example:
-        >>> key_of("layers.0.q_proj", "linear", "down")
+        >>> key_of("layers.0.q_proj", "lora_A.weight")
         'base_model.model.layers.0.q_proj.lora_A.weight'
     """
-    return f"{PREFIX}{path}.{PARAMETERS[kind][parameter]}"
+    return f"{PREFIX}{path}.{ending}"
 
 
 def looks_like(keys: Iterable[str]) -> bool:
@@ -73,89 +54,95 @@ def without_prefix(key: str) -> str:
     return tail if found and not plain_path(head.rstrip(".")) else key
 
 
-def parse(tensors: Mapping[str, torch.Tensor], settings: PeftSettings, path: Path) -> Parsed:
-    """Module path -> down, up, alpha; and the method of each layer by the configuration.
+def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, path: Path) -> Parsed:
+    """Module path -> our tensors; and the method of each layer by the configuration.
 
     Raises:
-        CheckpointError: ``adapter-unsupported``, ``adapter-incomplete``, ``adapter-shape``, or ``adapter-config`` where the ranks of the
-            configuration and of the tensors differ.
+        CheckpointError: ``adapter-keys`` for tensors of another method, ``adapter-incomplete``, or ``adapter-config`` where the
+            configuration and the tensors contradict each other.
     """
-    weights: dict[str, Weights] = {}
+    endings = {ending: _pattern(ending) for ending in sorted(form.endings, key=len, reverse=True)}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    shared: dict[str, torch.Tensor] = {}
     base_weights: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         name = without_prefix(key)
-        match = _KEY.match(name)
-        if match is None:
-            _refuse_other_methods(key, path)
+        found = next(((match["path"], ending) for ending, pattern in endings.items() if (match := pattern.match(name))), None)
+        if found is not None:
+            layers.setdefault(found[0], {})[found[1]] = tensor
+        elif (own := _shared_name(key, form)) is not None:
+            shared[own] = tensor
+        else:
+            _refuse_other_methods(key, form, path)
             base_weights[name.replace(".base_layer.", ".")] = tensor
-            continue
-        factor = match["factor"] or match["table"]
-        parameter = "up_bias" if match["kind"] == "bias" else {"A": "down", "B": "up"}[factor]
-        if match["kind"] == "bias" and factor == "A":
-            raise CheckpointError(f"{key} in {path}: lora_A has no bias.", code="adapter-keys")
-        weights.setdefault(match["path"], {})[parameter] = tensor
-    if not weights:
+    if not layers:
         raise CheckpointError(
-            f"{path} holds no LoRA tensors.",
+            f"{path} holds no {form.peft_type} tensors.",
             why=f"Its keys are:\n{first_ten(tensors)}",
-            hint="A PEFT LoRA file holds keys that end in lora_A.weight and lora_B.weight.",
+            hint=f"The keys of a {form.peft_type} file end in {', '.join(sorted(form.endings))}.",
             code="adapter-keys",
         )
-    return Parsed(weights, methods_of(weights, settings, path), base_weights)
-
-
-def methods_of(weights: Mapping[str, Weights], settings: PeftSettings, path: Path) -> dict[str, Method]:
-    """The method of each layer; fills in ``alpha``.
-
-    Raises:
-        CheckpointError: ``adapter-incomplete``, or ``adapter-config`` where configuration and tensors disagree.
-    """
+    weights: dict[str, Weights] = {}
     methods: dict[str, Method] = {}
-    halves, ranks, biases = [], [], []
-    for layer, values in weights.items():
-        down, up = values.get("down"), values.get("up")
-        if not isinstance(down, torch.Tensor) or not isinstance(up, torch.Tensor):
-            halves.append(f"{layer} has only: {', '.join(sorted(values))}")
+    incomplete, contradictions = [], []
+    for layer, own_tensors in layers.items():
+        try:
+            method, found_tensors = form.read(Read(layer, own_tensors, config, shared))
+        except IncompleteError as problem:
+            incomplete.append(str(problem))
             continue
-        rank, alpha = settings.rank(layer), settings.alpha(layer)
-        if down.dim() < 2 or down.shape[0] != rank:
-            ranks.append(f"{layer}: r is {rank} in the configuration, lora_A has shape {tuple(down.shape)}")
-        if ("up_bias" in values) != settings.lora_bias:
-            biases.append(layer)
-        values["alpha"] = alpha
-        methods[layer] = LoRA(
-            rank=rank, alpha=alpha, input_dropout=settings.dropout, rslora=settings.rslora, init=settings.init, bias=settings.lora_bias
-        )
-    if halves:
+        except ContradictionError as problem:
+            contradictions.append(str(problem))
+            continue
+        methods[layer] = method
+        weights[layer] = {**found_tensors}
+        alpha = getattr(method, "alpha", None)
+        if isinstance(alpha, int | float):
+            weights[layer]["alpha"] = float(alpha)
+    _raise_for(incomplete, contradictions, path)
+    if ours := form.read_shared(shared, config):
+        weights[SHARED] = {**ours}
+    return Parsed(weights, methods, base_weights)
+
+
+def _pattern(ending: str) -> re.Pattern[str]:
+    """Module path and ending; the adapter's name may still stand in the key, where a state dict was saved as it was."""
+    head, dot, leaf = ending.partition(".")
+    own_name = r"(?:\.[^.]+)?" if dot else r"(?:\.(?!weight$|bias$)[^.]+)?"
+    return re.compile(rf"^(?P<path>.+?)\.{re.escape(head)}{own_name}{re.escape(dot + leaf)}$")
+
+
+def _shared_name(key: str, form: PeftForm) -> str | None:
+    head, found, name = key.partition(SHARED_PREFIX)
+    own = name.split(".")[0] if found and not plain_path(head.rstrip(".")) else ""
+    return own if own in form.shared else None
+
+
+def _refuse_other_methods(key: str, form: PeftForm, path: Path) -> None:
+    parts = set(key.split("."))
+    for other in FORMS.values():
+        if parts & {ending.partition(".")[0] for ending in other.endings | other.shared}:
+            what = f"a key that no {form.peft_type} file has" if other is form else f"{other.peft_type} tensors"
+            raise CheckpointError(
+                f"{path} holds {what}: {key}.",
+                why=f"{CONFIG_NAME} says that it is of peft_type {form.peft_type}.",
+                hint=f"Use the {CONFIG_NAME} that was saved with these weights.",
+                code="adapter-keys",
+            )
+
+
+def _raise_for(incomplete: list[str], contradictions: list[str], path: Path) -> None:
+    if incomplete:
         raise CheckpointError(
-            f"{len(halves)} layers of {path} are incomplete.",
-            why=f"Each needs lora_A and lora_B:\n{first_ten(halves)}",
+            f"{len(incomplete)} layers of {path} are incomplete.",
+            why=f"They lack a tensor:\n{first_ten(incomplete)}",
             hint="The file is damaged; download it or train it again.",
             code="adapter-incomplete",
         )
-    if ranks:
+    if contradictions:
         raise CheckpointError(
-            f"{len(ranks)} layers of {path} don't have the rank that {CONFIG_NAME} gives them.",
-            why=first_ten(ranks),
-            hint=f"Use the {CONFIG_NAME} that was saved with these weights (fields r and rank_pattern).",
-            code="adapter-config",
-        )
-    if biases:
-        raise CheckpointError(
-            f"lora_bias is {str(settings.lora_bias).lower()} in {CONFIG_NAME}, but {len(biases)} layers of {path} say otherwise.",
-            why=first_ten(biases),
+            f"{len(contradictions)} layers of {path} don't fit its {CONFIG_NAME}.",
+            why=first_ten(contradictions),
             hint=f"Use the {CONFIG_NAME} that was saved with these weights.",
             code="adapter-config",
         )
-    return methods
-
-
-def _refuse_other_methods(key: str, path: Path) -> None:
-    for mark, method in _OTHER_METHODS.items():
-        if f".{mark}" in f".{key}":
-            raise CheckpointError(
-                f"{path} holds {method} weights, which aren't read yet.",
-                why=f"For example {key}.",
-                hint="Plain LoRA folders are read.",
-                code="adapter-unsupported",
-            )

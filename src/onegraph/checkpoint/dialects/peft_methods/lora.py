@@ -1,0 +1,157 @@
+"""LORA: LoRA, and the fields that AdaLoRA's configuration has too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, number, patterns, probability
+from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, PeftForm, Read, Written, rank_fields
+from onegraph.errors import CheckpointError
+from onegraph.layers import Layer
+from onegraph.methods import LoRA, Method
+
+# The variants of LoRA that are not one here.
+VARIANTS: dict[str, Field] = {
+    "alora_invocation_tokens": Field(None, refused="activated LoRA"),
+    "arrow_config": Field(None, refused="Arrow routing"),
+    "corda_config": Field(None),
+    "ensure_weight_tying": Field(False, refused="tied adapters"),
+    "eva_config": Field(None),
+    "kasa_config": Field(None, refused="KaSA"),
+    "layer_replication": Field(None, refused="replicated layers"),
+    "loftq_config": Field({}),
+    "lora_ga_config": Field(None),
+    "megatron_config": Field(None, refused="Megatron layers"),
+    "megatron_core": Field("megatron.core"),
+    "monteclora_config": Field(None, refused="MonteCLoRA"),
+    "qalora_group_size": Field(16),
+    "target_parameters": Field(None, refused="adapters on bare parameters"),
+    "trainable_token_indices": Field(None, refused="trainable tokens"),
+    "use_bdlora": Field(None, refused="block-diagonal LoRA"),
+    "use_qalora": Field(False, refused="QA-LoRA"),
+    "velora_config": Field(None),
+}
+
+# These change the base model's weights when the adapter is created, so the saved factors mean something only on top of the changed base.
+_INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+_NAMES = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_B.bias": "up_bias",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+}
+_ENDINGS = {
+    "linear": {"down": "lora_A.weight", "up": "lora_B.weight", "up_bias": "lora_B.bias"},
+    "embedding": {"down": "lora_embedding_A", "up": "lora_embedding_B"},
+}
+
+
+def method_of(config: Config, path: str, *, rank: int, bias: bool) -> Method:
+    """The method of one layer by a configuration.
+
+    Args:
+        config: A checked LORA configuration.
+        path: The layer's module path.
+        rank: Its rank.
+        bias: Whether ``up`` has a bias there.
+    """
+    return LoRA(
+        rank=rank,
+        alpha=config.alpha(path, "lora_alpha"),
+        rslora=config.flag("use_rslora"),
+        input_dropout=config.number("lora_dropout"),
+        init="gaussian" if config.values["init_lora_weights"] == "gaussian" else "kaiming",
+        bias=bias,
+    )
+
+
+def plain_alpha(method: LoRA) -> float:
+    """The alpha with which alpha / rank is this method's scale."""
+    return method.scale * method.rank if method.rslora or method.alpha is None else float(method.alpha)
+
+
+def refuse_inits(config: Config) -> Iterable[str]:
+    """An initialisation that changed the base weights."""
+    init = config.values["init_lora_weights"]
+    if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
+        yield f"init_lora_weights = {init!r} (it changes the base weights, so the adapter alone is not the whole difference)"
+
+
+def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
+    tensors = layer.named(_NAMES, needed=("down", "up"))
+    config, path = layer.config, layer.path
+    rank, asked = config.rank(path), config.flag("lora_bias")
+    down = tensors["down"]
+    layer.rank_is(rank, down.shape[0] if down.dim() > 1 else -1, "lora_A", down.shape)
+    if ("up_bias" in tensors) != asked:
+        raise ContradictionError(f"{path}: lora_bias is {str(asked).lower()}, but it has {'no' if asked else 'a'} bias on lora_B")
+    return method_of(config, path, rank=rank, bias=asked), tensors
+
+
+def _write(method: Method, tensors: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:
+    endings = _ENDINGS["embedding" if layer.kind == "embedding" else "linear"]
+    return {endings[name]: tensor for name, tensor in tensors.items()}
+
+
+def _config(adapter: Written) -> dict[str, object]:
+    loras = adapter.only(LoRA)
+    adapter.same(lora_bias=(method.bias for method in loras.values()), lora_dropout=(method.input_dropout for method in loras.values()))
+    biased = [path for path, method in loras.items() if method.bias and adapter.layers[path].kind == "embedding"]
+    if biased:
+        raise CheckpointError(
+            "PEFT has no bias on the adapter of an embedding.",
+            why="These layers have one:\n" + "\n".join(f"  {path}" for path in sorted(biased)),
+            hint="Save it with format='native'.",
+            code="adapter-unsupported",
+        )
+    return {**rank_and_alpha(loras), **_flags(next(iter(loras.values())))}
+
+
+def rank_and_alpha(loras: Mapping[str, LoRA]) -> dict[str, object]:
+    """``r``, ``lora_alpha``, their patterns and ``use_rslora``: one flag for all layers, so where they differ all are written without."""
+    mixed = len({method.rslora for method in loras.values()}) > 1
+    alphas = {path: plain_alpha(method) if mixed or method.alpha is None else float(method.alpha) for path, method in loras.items()}
+    rslora = not mixed and next(iter(loras.values())).rslora
+    return {**rank_fields({path: method.rank for path, method in loras.items()}, alphas, alpha="lora_alpha"), "use_rslora": rslora}
+
+
+def _flags(first: LoRA) -> dict[str, object]:
+    return {
+        "lora_dropout": first.input_dropout,
+        "init_lora_weights": "gaussian" if first.init == "gaussian" else True,
+        "lora_bias": first.bias,
+    }
+
+
+def _any_init(name: str, value: object) -> Iterator[str]:
+    if value is not None and not isinstance(value, bool | str):
+        yield f"{name} = {value!r}: true, false or a name was expected"
+
+
+FIELDS: dict[str, Field] = {
+    "alpha_pattern": Field({}, patterns(number)),
+    "init_lora_weights": Field(True, _any_init),
+    "lora_alpha": Field(8, number),
+    "lora_bias": Field(False, flag),
+    "lora_dropout": Field(0.0, probability),
+    "r": Field(8, count),
+    "rank_pattern": Field({}, patterns(count)),
+    "use_dora": Field(False, flag, refused="DoRA"),
+    "use_rslora": Field(False, flag),
+    **VARIANTS,
+}
+
+FORM = PeftForm(
+    peft_type="LORA",
+    methods=(LoRA,),
+    fields=fields(FIELDS, bias="lora_only", fan_in=True),
+    endings=frozenset(_NAMES),
+    read=_read,
+    write=_write,
+    config=_config,
+    refuse=refuse_inits,
+)

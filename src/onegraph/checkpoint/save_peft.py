@@ -1,0 +1,119 @@
+"""From a model into a PEFT folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.adapters import Adapters
+from onegraph.adapters.walk import places, unwrapped
+from onegraph.checkpoint.atomic import atomic_write_all, make_folder
+from onegraph.checkpoint.base_weights import Whole, whole_weights
+from onegraph.checkpoint.container import cast, serialise, write_bytes
+from onegraph.checkpoint.contents import Contents, chosen_name, contents
+from onegraph.checkpoint.dialects import peft, peft_config
+from onegraph.checkpoint.dialects.peft_methods import FORMS
+from onegraph.checkpoint.dialects.peft_methods.form import PeftForm, Written
+from onegraph.checkpoint.keys import file_paths, targets_of
+from onegraph.checkpoint.origin import remembered
+from onegraph.errors import CheckpointError
+from onegraph.layers import LinearLayer
+from onegraph.methods import Method
+
+# As PEFT has it: a targeted embedding of these names is saved with the adapter.
+_SAVED_EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.dtype | None, fields: Mapping[str, object]) -> None:
+    """Write one adapter, or all of them, into a folder: see :func:`onegraph.checkpoint.save`."""
+    names = list(adapters.names) if name is None else [chosen_name(adapters, name)]
+    written: dict[Path, bytes] = {}
+    for adapter in names:
+        place = folder if name is not None or adapter == "default" else folder / adapter
+        found = contents(adapters, adapter)
+        given = {**remembered(adapters, adapter), **fields}
+        form, config, whole = peft_config_of(adapters, found, {**_model_fields(adapters.model, given.get("task_type")), **given})
+        flat = {
+            peft.key_of(path, ending): tensor
+            for path, method in whole.methods.items()
+            for ending, tensor in form.write(method, found.tensors[path], found.layers[path]).items()
+        }
+        flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
+        flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
+        flat |= _embedding_weights(adapters, found)
+        written[place / peft.WEIGHTS_NAME] = serialise(cast(flat, dtype, f"adapter {adapter!r}"), {"format": "pt"})
+        written[place / peft.CONFIG_NAME] = peft_config.dump_config(config)
+    for place in {path.parent for path in written}:
+        make_folder(place)
+    writers = {path: partial(write_bytes, data) for path, data in written.items()}
+    atomic_write_all(writers, num_bytes=sum(map(len, written.values())))
+
+
+def peft_config_of(
+    adapters: Adapters, found: Contents, fields: Mapping[str, object] | None = None
+) -> tuple[PeftForm, dict[str, object], Whole]:
+    """How PEFT writes an adapter, the configuration, and the weights that it holds whole.
+
+    Args:
+        adapters: The adapters of the model.
+        found: One of them.
+        fields: Further fields, such as ``task_type``; they win.
+
+    Raises:
+        CheckpointError: ``adapter-unsupported`` for what PEFT has no place for.
+    """
+    given = dict(fields or {})
+    form = _form_of(found.methods)
+    whole = whole_weights(adapters, found, form)
+    layers = {path: found.layers[path] for path in whole.methods}
+    tensors = {path: found.tensors[path] for path in whole.methods}
+    everywhere = file_paths(adapters.model, [place.path for place in places(adapters.model)]).values()
+    own: dict[str, object] = {"target_modules": targets_of(whole.methods, everywhere), **whole.fields}
+    if "fan_in_fan_out" in form.fields:
+        own["fan_in_fan_out"] = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
+    own |= form.config(Written(whole.methods, layers, tensors, found.shared, given))
+    return form, {**form.defaults, **own, **given}, whole
+
+
+def _form_of(methods: Mapping[str, Method]) -> PeftForm:
+    """The form that most layers are of; the others have to be what any folder can hold beside it."""
+    fits = {form.peft_type: sum(isinstance(method, form.methods) for method in methods.values()) for form in FORMS.values()}
+    best = max(fits, key=lambda peft_type: fits[peft_type])
+    if not fits[best]:
+        names = ", ".join(sorted({method.name for method in methods.values()}))
+        raise CheckpointError(
+            f"The format 'peft' has no type for an adapter of {names} alone.",
+            why=f"It knows {', '.join(sorted(FORMS))}.",
+            hint="Save it with format='native'.",
+            code="adapter-unsupported",
+        )
+    return FORMS[best]
+
+
+def _model_fields(model: nn.Module, task_type: object) -> dict[str, object]:
+    """What PEFT records of the base model: the name it was loaded under, and its class where no task type says how to find it."""
+    base = unwrapped(model)
+    mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    return {
+        "auto_mapping": mapping if task_type is None else None,
+        "base_model_name_or_path": base.__dict__.get("name_or_path") or None,
+    }
+
+
+def _embedding_weights(adapters: Adapters, found: Contents) -> dict[str, Tensor]:
+    """The base weights of adapted embeddings: PEFT saves them with the adapter where they are targeted by one of the usual names."""
+    base = unwrapped(adapters.model)
+    ends = [getattr(base, getter)() for getter in ("get_input_embeddings", "get_output_embeddings") if hasattr(base, getter)]
+    paths = file_paths(adapters.model, adapters.methods(found.name))
+    if not ends or not any(path.rpartition(".")[2] in _SAVED_EMBEDDINGS for path in paths):
+        return {}
+    return {
+        f"{peft.PREFIX}{plain}.base_layer.{leaf}": tensor
+        for path, plain in paths.items()
+        if any(adapters.layers[path] is end for end in ends)
+        for leaf, tensor in adapters.layers[path].base_layer.named_parameters()
+    }
