@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.run import run, run_rows
@@ -14,6 +15,7 @@ from onegraph.layers import Layer
 from onegraph.methods import Method
 
 BASE = "base_layer"
+_OTHER_ROWS = "adapters.rows(): another number of rows were named than the batch of a layer has; name one for every row [row-count]"
 
 
 class Adapted(nn.Module):
@@ -159,7 +161,10 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
     """The input with one row an adapter; positions, the same for every row, come as a single one."""
     if layer.kind == "embedding" and (x.dim() < 2 or x.shape[0] == 1):
         return x.expand(num_rows, *x.shape[-1:])
-    if x.dim() == 0 or x.shape[0] != num_rows:
+    fits = x.dim() > 0 and x.shape[0] == num_rows
+    if torch.compiler.is_compiling():  # our own exceptions can't be made inside a graph
+        torch._check(fits, lambda: _OTHER_ROWS)
+    elif not fits:
         raise AdapterError(
             f"{num_rows} rows were named, but a layer got an input of shape {tuple(x.shape)}",
             why="rows() names the adapter of every row of the batch, and the first axis of a layer's input is the batch.",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.checks import check_finite, unknown_adapter
+from onegraph.adapters.checks import check_finite, merged_error, unknown_adapter
+from onegraph.adapters.values import SHARED
 from onegraph.errors import AdapterError, NumericsError, OnegraphError, TargetError
 from onegraph.layers import EmbeddingLayer, Layer
 from onegraph.methods import Method
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("onegraph")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_SHARED = ""
-"""The path of tensors that all layers of an adapter have in common, as ``Adapters.tensors`` has it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Replaced:
 
 def merged(adapters: Adapters) -> list[str]:
     """The adapters that are merged into the weights now."""
-    return list(vars(adapters).get("_merged") or ())
+    return list(adapters._merged)
 
 
 def merge(
@@ -70,11 +69,19 @@ def merge(
         safe: Whether NaN or infinity in a new weight is an error.
 
     Raises:
-        AdapterError: ``merged``, ``unknown-adapter``, ``no-active-adapter``, ``merge-names``, ``merge-weights``, ``not-finite-value``;
-            ``unmergeable`` with the layers whose weight can't be written.
+        AdapterError: ``merged``, ``rows-active``, ``unknown-adapter``, ``no-active-adapter``, ``merge-names``, ``merge-weights``,
+            ``not-finite-value``; ``unmergeable`` with the layers whose weight can't be written.
         NumericsError: ``not-finite`` with the layers.
     """
-    refuse_merged(adapters, "adapters can't be merged")
+    if adapters._merged:
+        raise merged_error("adapters can't be merged", adapters._merged)
+    if adapters._rows is not None:
+        raise AdapterError(
+            "adapters can't be merged inside rows()",
+            why="There every row of the batch has an adapter of its own, and the weights are one for all of them.",
+            hint="merge() before or after it",
+            code="rows-active",
+        )
     chosen = _chosen(adapters, names, weights)
     new = _new_parameters(adapters, chosen, safe=safe)
     replaced = Replaced(adapters.active)
@@ -83,7 +90,9 @@ def merge(
     for path, parameters in new.items():
         module = adapters.layers[path].base_layer
         replaced.parameters[path] = {name: _hang(module, name, parameter) for name, parameter in parameters.items()}
-    vars(adapters).update(_merged=chosen, _replaced=replaced)
+        _describe_bias(adapters.layers[path], replaced.parameters[path], has_bias=True)
+    adapters._merged = chosen
+    vars(adapters)["_replaced"] = replaced
     biased = [path for path, before in replaced.parameters.items() if None in before.values()]
     for paths, why in ((shared, "share a weight with others, which keep theirs"), (biased, "have a bias now that had none")):
         if paths:
@@ -105,7 +114,8 @@ def unmerge(adapters: Adapters) -> None:
             present = _hang(module, name, parameter)
             if parameter is not None and present is not None and (parameter.device, parameter.dtype) != (present.device, present.dtype):
                 parameter.data = parameter.data.to(present.device, present.dtype)
-    vars(adapters).update(_merged={}, _replaced=None)
+        _describe_bias(adapters.layers[path], parameters, has_bias=False)
+    _forget(adapters)
     adapters.use(replaced.active if replaced.active in adapters.names else None)
 
 
@@ -127,30 +137,14 @@ def merge_and_unload(
     if not merged(adapters):
         merge(adapters, names, weights=weights, safe=safe)
     elif names is not None or weights is not None:
-        refuse_merged(adapters, "others can't be merged")
+        raise merged_error("others can't be merged", adapters._merged)
     gained = [adapters.layers[path].base_layer for path, before in _replaced(adapters).parameters.items() if None in before.values()]
-    vars(adapters).update(_merged={}, _replaced=None)
+    _forget(adapters)
     model = adapters.detach()
     for module in gained:
         bias, weight = module.get_parameter("bias"), module.get_parameter("weight")
         bias.requires_grad_(weight.requires_grad)
     return model
-
-
-def refuse_merged(adapters: Adapters, what: str) -> None:
-    """Raise where adapters are merged.
-
-    Raises:
-        AdapterError: ``merged``.
-    """
-    names = merged(adapters)
-    if names:
-        raise AdapterError(
-            f"{what} while {', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'} merged into the weights",
-            why="The base weights aren't the base model's.",
-            hint="unmerge() first",
-            code="merged",
-        )
 
 
 def contributions(adapters: Adapters, chosen: Mapping[str, float], dtype: torch.dtype | None = None) -> dict[str, list[Contribution]]:
@@ -166,16 +160,17 @@ def contributions(adapters: Adapters, chosen: Mapping[str, float], dtype: torch.
         settings = {setting: adapters.settings_of(name, setting) for setting in adapters.setting_names(name)}
         for path, method in adapters.methods(name).items():
             base = adapters.layers[path].layer.base_tensors(adapters.layers[path].base_layer)
+            device = next(iter(base.values())).device
             precision = precision_of(base) if dtype is None else dtype
             p = {key: value.detach().to(precision) for key, value in tensors[path].items()}
             for key, spec in method.shared_parameters().items():
-                value = tensors[_SHARED][key].detach().to(precision)
+                value = tensors[SHARED][key].detach().to(precision)
                 for axis in spec.rank_axes:  # they have the largest rank of all layers
                     value = value.narrow(axis, 0, spec.shape[axis])
                 p[key] = value
             for setting, values in settings.items():
                 if path in values and setting not in method.random_settings:
-                    p[setting] = torch.tensor(values[path], dtype=precision, device=base["weight"].device)
+                    p[setting] = torch.tensor(values[path], dtype=precision, device=device)
             found[path].append(Contribution(method, p, weight))
     return {path: present for path, present in found.items() if present}
 
@@ -187,7 +182,7 @@ def adapted_base(adapted: Adapted, contribution: Contribution, base: Mapping[str
         TargetError: Where the method can't be written as new weights.
     """
     # Under autocast the small products would be rounded to half precision.
-    with torch.autocast(base["weight"].device.type, enabled=False):
+    with torch.autocast(next(iter(base.values())).device.type, enabled=False):
         tensors = contribution.method.adapt_tensors(base, contribution.tensors, adapted.layer)
     return {name: value for name, value in tensors.items() if value is not base.get(name)}
 
@@ -282,7 +277,7 @@ def _weighted(adapted: Adapted, present: Sequence[Contribution]) -> dict[str, Te
     """The changed tensors of a layer, canonical, in the precision they are computed in."""
     layer, module = adapted.layer, adapted.base_layer
     own = layer.base_tensors(module)
-    if (reason := _unreadable(own["weight"], layer)) is not None:
+    if (reason := unreadable(own, layer)) is not None:
         raise TargetError(reason, code="unmergeable")
     base = {name: value.detach().to(precision_of(own)) for name, value in own.items()}
     if len(present) == 1 and present[0].weight == 1.0:
@@ -300,12 +295,14 @@ def _weighted(adapted: Adapted, present: Sequence[Contribution]) -> dict[str, Te
     return total
 
 
-def _unreadable(weight: Tensor, layer: Layer) -> str | None:
-    """Why a base weight can't be computed with."""
-    if weight.is_meta:
-        return "its weight is on the meta device and has no values"
-    if weight.dtype not in _DTYPES or tuple(layer.stored(weight).shape) != layer.weight_shape:
-        return f"its weight is quantised: {tuple(weight.shape)} numbers of {weight.dtype}"
+def unreadable(own: Mapping[str, Tensor], layer: Layer) -> str | None:
+    """Why a layer's tensors, as ``base_tensors`` gives them, can't be computed with; None when they can."""
+    for name, shape in layer.tensor_shapes().items():
+        value = own[name]
+        if value.is_meta:
+            return f"its {name} is on the meta device and has no values"
+        if value.dtype not in _DTYPES or tuple(value.shape) != shape:
+            return f"its {name} is quantised: {tuple(value.shape)} numbers of {value.dtype}"
     return None
 
 
@@ -325,10 +322,10 @@ def _parameter(adapted: Adapted, name: str, value: Tensor) -> nn.Parameter:
     layer, module = adapted.layer, adapted.base_layer
     owner, attribute = _owner(module, name)
     present = owner._parameters[attribute]
-    stored = layer.stored(value) if name == "weight" else value
     if present is None:
         dtype = layer.base_tensors(module)["weight"].dtype
-        return nn.Parameter(stored.to(dtype, copy=True).contiguous(), requires_grad=False)
+        return nn.Parameter(value.to(dtype, copy=True).contiguous(), requires_grad=False)
+    stored = layer.stored(value) if name == "weight" else value.reshape(present.shape)
     return nn.Parameter(torch.empty_like(present.detach()).copy_(stored), requires_grad=False)
 
 
@@ -343,6 +340,17 @@ def _hang(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Pa
     owner, attribute = _owner(module, name)
     before, owner._parameters[attribute] = owner._parameters[attribute], parameter
     return before
+
+
+def _describe_bias(adapted: Adapted, before: Mapping[str, nn.Parameter | None], *, has_bias: bool) -> None:
+    """Keep the description true where a layer gains a bias or loses it again: methods that run by the weight go by it."""
+    if "bias" in before and before["bias"] is None:
+        adapted._layer = replace(adapted.layer, has_bias=has_bias)
+
+
+def _forget(adapters: Adapters) -> None:
+    adapters._merged = {}
+    vars(adapters).pop("_replaced")
 
 
 def _replaced(adapters: Adapters) -> Replaced:

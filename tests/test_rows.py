@@ -1,0 +1,247 @@
+"""An adapter for every row of a batch: each row is what its adapter gives alone, with gradients, on one graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from onegraph.adapters import Adapters, attach
+from onegraph.errors import OnegraphError
+from onegraph.methods import LoRA, Method
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 1], [2, 2, 9]])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.place = nn.Embedding(4, 8)
+        self.query = nn.Linear(8, 8)
+        self.conv = nn.Conv1d(8, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device)[None])
+        x = x + torch.tanh(self.query(x))
+        return self.head(self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+METHODS: dict[str, tuple[Method, list[str]]] = {
+    "wide": (LoRA(rank=4, alpha=3), ["embed", "place", "query", "conv", "head"]),
+    "small": (LoRA(rank=2), ["query", "head"]),
+    "biased": (LoRA(rank=3, bias=True), ["query", "conv"]),
+}
+
+
+@pytest.fixture
+def adapters() -> Adapters:
+    torch.manual_seed(0)
+    model = Model()
+    found: Adapters | None = None
+    for name, (method, targets) in METHODS.items():
+        if found is None:
+            found = attach(model, method, targets=targets, name=name)
+        else:
+            found.add(name, method, targets=targets)
+        randomise(found, name)
+    assert found is not None
+    return found
+
+
+def randomise(adapters: Adapters, name: str) -> None:
+    values = {path: {k: torch.randn(t.shape) * 0.4 for k, t in layer.items()} for path, layer in adapters.tensors(name).items()}
+    adapters.load_tensors(name, values)
+
+
+def alone(adapters: Adapters, name: str | None, ids: Tensor) -> Tensor:
+    before = adapters.active
+    adapters.use(name)
+    output: Tensor = adapters.model(ids)
+    adapters.use(before)
+    return output
+
+
+ASSIGNMENTS: list[list[str | None]] = [
+    ["wide", "small", None, "biased"],
+    [None, None, None, None],
+    ["biased", "biased", "wide", "wide"],
+    ["small", None, "small", "wide"],
+]
+
+
+@pytest.mark.parametrize("names", ASSIGNMENTS, ids=str)
+def test_each_row_is_what_its_adapter_gives_alone(adapters: Adapters, names: list[str | None]) -> None:
+    with adapters.rows(names):
+        found = adapters.model(IDS)
+    expected = torch.cat([alone(adapters, name, IDS[row : row + 1]) for row, name in enumerate(names)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(adapters.model(IDS), alone(adapters, "wide", IDS))  # and outside, the active one again
+    assert len({tuple(row.flatten().tolist()) for row in expected}) == 4
+
+
+def test_gradients_reach_every_adapter_in_the_batch(adapters: Adapters) -> None:
+    names = ["wide", "small", None, "wide"]
+    with adapters.rows(names):
+        adapters.model(IDS).square().sum().backward()
+    found = {name: {key: p.grad for key, p in adapters.parameters(name).items()} for name in adapters.names}
+    assert all(gradient is None for gradient in found["biased"].values())
+    for name in ("wide", "small"):
+        for parameter in adapters.parameters(name).values():
+            parameter.grad = None
+        adapters.use(name)
+        rows = [row for row, other in enumerate(names) if other == name]
+        adapters.model(IDS[rows]).square().sum().backward()
+        for key, parameter in adapters.parameters(name).items():
+            assert parameter.grad is not None
+            gradient = found[name][key]
+            assert gradient is not None
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_gradients_accumulate_over_batches(adapters: Adapters) -> None:
+    for names in (["wide", None], ["small", "wide"]):
+        with adapters.rows(names):
+            adapters.model(IDS[:2]).sum().backward()
+    twice = {key: p.grad.clone() for key, p in adapters.parameters("wide").items() if p.grad is not None}
+    for parameter in adapters.parameters("wide").values():
+        parameter.grad = None
+    adapters.use("wide")
+    adapters.model(IDS[:2]).sum().backward()
+    for key, parameter in adapters.parameters("wide").items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(twice[key], parameter.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_an_optimizer_trains_what_rows_read(adapters: Adapters) -> None:
+    optimizer = torch.optim.SGD([*adapters.parameters("small").values(), *adapters.parameters("wide").values()], lr=0.05)
+    losses = []
+    for _ in range(30):
+        with adapters.rows(["wide", "small"]):
+            loss = (adapters.model(IDS[:2]) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    with adapters.rows(["wide", "small"]):
+        both = adapters.model(IDS[:2])
+    torch.testing.assert_close(both[1:], alone(adapters, "small", IDS[1:2]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def graphs(adapters: Adapters) -> Iterator[Callable[[], int]]:
+    count = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal count
+        count += 1
+        return aot_eager(module, inputs)
+
+    adapters.model.compile(backend=backend, fullgraph=True)
+    yield lambda: count
+    torch._dynamo.reset()
+
+
+def test_one_graph_as_the_assignment_changes(adapters: Adapters, graphs: Callable[[], int]) -> None:
+    base = copy.deepcopy(adapters)
+    with adapters.rows(ASSIGNMENTS[0]):
+        adapters.model(IDS).sum().backward()
+    assert graphs() == 1
+    for name in adapters.names:
+        for parameter in adapters.parameters(name).values():
+            parameter.grad = None
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for names in ASSIGNMENTS:
+            with adapters.rows(names):
+                found = adapters.model(IDS)
+                found.square().sum().backward()
+            with base.rows(names):
+                expected = base.model(IDS)
+                expected.square().sum().backward()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            adapters.scale("wide", 0.5)
+            base.scale("wide", 0.5)
+        for name in adapters.names:
+            for key, parameter in adapters.parameters(name).items():
+                torch.testing.assert_close(parameter.grad, base.parameters(name)[key].grad, rtol=1e-4, atol=1e-5, msg=f"{name} {key}")
+    assert graphs() == 1
+    adapters.model(IDS).sum().backward()  # outside rows: the other graph
+    assert graphs() == 2
+
+
+def test_adding_an_adapter_keeps_the_graph_when_there_is_room(adapters: Adapters, graphs: Callable[[], int]) -> None:
+    adapters.reserve(num_adapters=6)
+    with adapters.rows(["wide", "small", None, None]):
+        adapters.model(IDS).sum().backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(3):
+            name = f"more {number}"
+            adapters.add(name, LoRA(rank=3), targets=["query", "head"])
+            randomise(adapters, name)
+            with adapters.rows([name, "wide", None, "biased"]):
+                found = adapters.model(IDS)
+                found.sum().backward()
+            adapters.delete("small") if number == 1 else None
+    assert graphs() == 1
+
+
+def test_a_python_assignment_recompiles(adapters: Adapters) -> None:
+    """The control: the same harness on an assignment that is Python."""
+    del adapters
+    model = nn.Linear(4, 4)
+    names = ["a"]
+
+    def forward(x: Tensor) -> Tensor:
+        return model(x) * (2 if names[0] == "a" else 3)
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    compiled(torch.randn(2, 4))
+    names[0] = "b"
+    with pytest.raises(RuntimeError, match="recompile"), torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [(["wide", "smal", None, None], "unknown-adapter"), ([], "rows"), ("wide", "rows"), (["wide", "small"], "row-count")],
+    ids=str,
+)
+def test_wrong_rows(adapters: Adapters, names: list[str | None], code: str) -> None:
+    before = alone(adapters, "wide", IDS)
+    with pytest.raises(OnegraphError) as raised, adapters.rows(names):
+        adapters.model(IDS)
+    assert raised.value.code == code
+    assert torch.equal(adapters.model(IDS), before)
+
+
+def test_wrong_number_of_rows_when_compiled(adapters: Adapters, graphs: Callable[[], int]) -> None:
+    with adapters.rows(["wide", "small", None, None]):
+        adapters.model(IDS)
+    with pytest.raises(Exception, match="rows were named"), adapters.rows(["wide", "small"]):
+        adapters.model(IDS)
+
+
+def test_rows_end_where_they_began(adapters: Adapters) -> None:
+    with adapters.rows(["wide", "small"]):
+        outer = adapters.model(IDS[:2])
+        with adapters.rows([None]):
+            torch.testing.assert_close(adapters.model(IDS[:1]), alone_base(adapters, IDS[:1]))
+        torch.testing.assert_close(adapters.model(IDS[:2]), outer)
+        with pytest.raises(ZeroDivisionError), adapters.rows([None, None]):
+            raise ZeroDivisionError
+        torch.testing.assert_close(adapters.model(IDS[:2]), outer)
+    copy.deepcopy(adapters.model)(IDS)  # a copy runs without rows
+
+
+def alone_base(adapters: Adapters, ids: Tensor) -> Tensor:
+    model = copy.deepcopy(adapters)
+    model.use(None)
+    output: Tensor = model.model(ids)
+    return output
