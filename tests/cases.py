@@ -13,8 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from onegraph.adapters.run import run
 from onegraph.layers import Layer, describe_any
-from onegraph.methods import LoRA, Method
+from onegraph.methods import AdaLoRA, DoRA, LoRA, Method, VBLoRA, VeRA
+from reference.adalora import adalora
+from reference.dora import dora, norms
 from reference.lora import lora
+from reference.vblora import vblora
+from reference.vera import vera
 
 
 class OwnRMSNorm(nn.Module):
@@ -56,6 +60,7 @@ LAYERS: dict[str, LayerCase] = {
     "linear": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(2, 3, 5)),
     "linear-no-bias": LayerCase(lambda: nn.Linear(5, 7, bias=False), lambda: torch.randn(3, 5)),
     "linear-vector": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(5)),
+    "linear-even": LayerCase(lambda: nn.Linear(12, 8), lambda: torch.randn(2, 12)),
     "linear-transposed": LayerCase(lambda: Conv1D(7, 5), lambda: torch.randn(2, 3, 5)),
     "embedding": LayerCase(lambda: nn.Embedding(9, 6), lambda: torch.randint(0, 9, (2, 4))),
     "embedding-padding": LayerCase(lambda: nn.Embedding(9, 6, padding_idx=2), lambda: torch.tensor([[0, 2, 5], [8, 2, 2]])),
@@ -90,6 +95,8 @@ class MethodCase:
         random: Random values for a parameter of a shape; a standard normal otherwise.
         starts_elsewhere: True for a method that by its definition doesn't start as the identity.
         starts_at_fixed_values: True for a method whose start draws nothing.
+        held_constant: From the module and all tensors to what the method holds constant in the backward pass, by its definition; the
+            reference takes it from its tensors where it is there. Its gradients are then those of the reference with it fixed.
     """
 
     method: Method
@@ -97,6 +104,7 @@ class MethodCase:
     random: Callable[[str, tuple[int, ...]], Tensor] = lambda name, shape: torch.randn(shape, dtype=torch.float64)
     starts_elsewhere: bool = False
     starts_at_fixed_values: bool = False
+    held_constant: Callable[[nn.Module, Mapping[str, NDArray[np.float64]]], Mapping[str, NDArray[np.float64]]] | None = None
 
 
 METHODS: dict[str, MethodCase] = {
@@ -104,6 +112,16 @@ METHODS: dict[str, MethodCase] = {
     "lora-rslora": MethodCase(LoRA(rank=4, alpha=3.0, rslora=True), lora),
     "lora-bias": MethodCase(LoRA(rank=2, bias=True), lora),
     "lora-gaussian": MethodCase(LoRA(rank=6, alpha=-2.0, init="gaussian"), lora),
+    "dora": MethodCase(DoRA(rank=4, alpha=8.0), dora, held_constant=norms),
+    "dora-rslora": MethodCase(DoRA(rank=3, alpha=-1.0, rslora=True), dora, held_constant=norms),
+    "dora-gaussian": MethodCase(DoRA(rank=1, init="gaussian"), dora, held_constant=norms),
+    "adalora": MethodCase(AdaLoRA(rank=4, alpha=8.0), adalora),
+    "adalora-pruned": MethodCase(AdaLoRA(rank=6, alpha=3.0, kept_rank=2), adalora),
+    "vera": MethodCase(VeRA(rank=6), vera, starts_at_fixed_values=True),
+    "vera-wider": MethodCase(VeRA(rank=3, in_width=16, out_width=9), vera, starts_at_fixed_values=True),
+    "vblora": MethodCase(VBLoRA(rank=3, num_vectors=6, vector_length=4), vblora(2), starts_elsewhere=True),
+    "vblora-topk": MethodCase(VBLoRA(rank=2, topk=3, num_vectors=5, vector_length=1), vblora(3), starts_elsewhere=True),
+    "vblora-one": MethodCase(VBLoRA(rank=2, topk=1, num_vectors=4, vector_length=2), vblora(1), starts_elsewhere=True),
 }
 
 

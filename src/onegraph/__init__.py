@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from onegraph.checkpoint import load as load
     from onegraph.checkpoint import save as save
     from onegraph.compiling import compile as compile
+    from onegraph.methods import AdaLoRA as AdaLoRA
+    from onegraph.methods import DoRA as DoRA
     from onegraph.methods import LoRA as LoRA
+    from onegraph.methods import VBLoRA as VBLoRA
+    from onegraph.methods import VeRA as VeRA
 
 __version__ = "0.1.0"
 
 # Where each public name lives. It is imported at its first use: "import onegraph" alone doesn't wait for torch.
 _PUBLIC = {
+    "AdaLoRA": "onegraph.methods",
     "Adapters": "onegraph.adapters",
+    "DoRA": "onegraph.methods",
     "LoRA": "onegraph.methods",
+    "VBLoRA": "onegraph.methods",
+    "VeRA": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
     "attach": "onegraph.adapters",
     "check": "onegraph.checking",
@@ -31,7 +39,7 @@ _PUBLIC = {
 }
 _ROOMS = ("errors",)
 
-__all__ = ["Adapters", "LoRA", "adapters_of", "attach", "check", "compile", "errors", "load", "save"]
+__all__ = ["AdaLoRA", "Adapters", "DoRA", "LoRA", "VBLoRA", "VeRA", "adapters_of", "attach", "check", "compile", "errors", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
