@@ -163,7 +163,7 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
         return x.expand(num_rows, *x.shape[-1:])
     fits = x.dim() > 0 and x.shape[0] == num_rows
     if torch.compiler.is_compiling():  # our own exceptions can't be made inside a graph
-        torch._check(fits, lambda: _OTHER_ROWS)
+        torch._check(fits, lambda: _OTHER_ROWS)  # type: ignore[no-untyped-call]
     elif not fits:
         raise AdapterError(
             f"{num_rows} rows were named, but a layer got an input of shape {tuple(x.shape)}",
