@@ -13,10 +13,16 @@ from transformers.pytorch_utils import Conv1D
 
 from onegraph.adapters.run import run
 from onegraph.layers import Layer, describe_any
-from onegraph.methods import AdaLoRA, DoRA, LoRA, Method, VBLoRA, VeRA
+from onegraph.methods import BOFT, HRA, IA3, OFT, AdaLoRA, DoRA, LoRA, Method, MiSS, VBLoRA, VeRA
 from reference.adalora import adalora
+from reference.boft import boft
 from reference.dora import dora, norms
+from reference.hra import hra
+from reference.ia3 import on_input, on_output
+from reference.layers import by_weight
 from reference.lora import lora
+from reference.miss import balance, bat
+from reference.oft import oft
 from reference.vblora import vblora
 from reference.vera import vera
 
@@ -59,6 +65,7 @@ class LayerCase:
 LAYERS: dict[str, LayerCase] = {
     "linear": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(2, 3, 5)),
     "linear-no-bias": LayerCase(lambda: nn.Linear(5, 7, bias=False), lambda: torch.randn(3, 5)),
+    "linear-wide": LayerCase(lambda: nn.Linear(16, 8), lambda: torch.randn(2, 3, 16)),
     "linear-vector": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(5)),
     "linear-even": LayerCase(lambda: nn.Linear(12, 8), lambda: torch.randn(2, 12)),
     "linear-transposed": LayerCase(lambda: Conv1D(7, 5), lambda: torch.randn(2, 3, 5)),
@@ -107,6 +114,11 @@ class MethodCase:
     held_constant: Callable[[nn.Module, Mapping[str, NDArray[np.float64]]], Mapping[str, NDArray[np.float64]]] | None = None
 
 
+def near_zero(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Small enough for a series."""
+    return 0.3 * torch.randn(shape, dtype=torch.float64)
+
+
 METHODS: dict[str, MethodCase] = {
     "lora": MethodCase(LoRA(rank=4, alpha=8.0), lora),
     "lora-rslora": MethodCase(LoRA(rank=4, alpha=3.0, rslora=True), lora),
@@ -122,6 +134,29 @@ METHODS: dict[str, MethodCase] = {
     "vblora": MethodCase(VBLoRA(rank=3, num_vectors=6, vector_length=4), vblora(2), starts_elsewhere=True),
     "vblora-topk": MethodCase(VBLoRA(rank=2, topk=3, num_vectors=5, vector_length=1), vblora(3), starts_elsewhere=True),
     "vblora-one": MethodCase(VBLoRA(rank=2, topk=1, num_vectors=4, vector_length=2), vblora(1), starts_elsewhere=True),
+    "oft": MethodCase(OFT(block_size=2), oft(2, num_terms=5), near_zero, starts_at_fixed_values=True),
+    "oft-one-block": MethodCase(OFT(block_size=5), oft(5, num_terms=5), near_zero, starts_at_fixed_values=True),
+    "oft-exact": MethodCase(OFT(block_size=4, exact=True), oft(4), starts_at_fixed_values=True),
+    "oft-exact-three": MethodCase(OFT(block_size=3, exact=True), oft(3), starts_at_fixed_values=True),
+    "oft-shared": MethodCase(OFT(block_size=2, exact=True, block_share=True), oft(2), starts_at_fixed_values=True),
+    "oft-last-twice": MethodCase(
+        OFT(block_size=4, num_terms=6, last_term_twice=True), oft(4, num_terms=6, last=2.0), near_zero, starts_at_fixed_values=True
+    ),
+    "oft-coft": MethodCase(OFT(block_size=2, coft=True, eps=0.5), oft(2, num_terms=5, eps=0.5), starts_at_fixed_values=True),
+    "boft": MethodCase(BOFT(block_size=4), by_weight(boft), starts_at_fixed_values=True),
+    "boft-one-block": MethodCase(BOFT(num_blocks=1), by_weight(boft), starts_at_fixed_values=True),
+    "boft-two": MethodCase(BOFT(block_size=2, num_factors=2), by_weight(boft), starts_at_fixed_values=True),
+    "boft-three": MethodCase(BOFT(block_size=4, num_factors=3), by_weight(boft), starts_at_fixed_values=True),
+    "hra": MethodCase(HRA(rank=4), by_weight(hra())),
+    "hra-odd": MethodCase(HRA(rank=3), by_weight(hra()), starts_elsewhere=True),
+    "hra-gram-schmidt": MethodCase(HRA(rank=3, gram_schmidt=True), by_weight(hra(gram_schmidt=True)), starts_elsewhere=True),
+    "ia3": MethodCase(IA3(), by_weight(on_output), starts_at_fixed_values=True),
+    "ia3-on-input": MethodCase(IA3(on_input=True), by_weight(on_input), starts_at_fixed_values=True),
+    "miss": MethodCase(MiSS(rank=4), by_weight(balance), starts_at_fixed_values=True),
+    "miss-uneven": MethodCase(MiSS(rank=3), by_weight(balance), starts_at_fixed_values=True),
+    "miss-mini": MethodCase(MiSS(rank=2, form="mini", out_rank=4), by_weight(balance), starts_at_fixed_values=True),
+    "miss-mini-one": MethodCase(MiSS(rank=5, form="mini"), by_weight(balance), starts_at_fixed_values=True),
+    "miss-bat": MethodCase(MiSS(rank=4, form="bat"), by_weight(bat), starts_at_fixed_values=True),
 }
 
 

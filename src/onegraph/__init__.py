@@ -14,9 +14,14 @@ if TYPE_CHECKING:
     from onegraph.checkpoint import load as load
     from onegraph.checkpoint import save as save
     from onegraph.compiling import compile as compile
+    from onegraph.methods import BOFT as BOFT
+    from onegraph.methods import HRA as HRA
+    from onegraph.methods import IA3 as IA3
+    from onegraph.methods import OFT as OFT
     from onegraph.methods import AdaLoRA as AdaLoRA
     from onegraph.methods import DoRA as DoRA
     from onegraph.methods import LoRA as LoRA
+    from onegraph.methods import MiSS as MiSS
     from onegraph.methods import VBLoRA as VBLoRA
     from onegraph.methods import VeRA as VeRA
 
@@ -26,8 +31,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AdaLoRA": "onegraph.methods",
     "Adapters": "onegraph.adapters",
+    "BOFT": "onegraph.methods",
     "DoRA": "onegraph.methods",
+    "HRA": "onegraph.methods",
+    "IA3": "onegraph.methods",
     "LoRA": "onegraph.methods",
+    "MiSS": "onegraph.methods",
+    "OFT": "onegraph.methods",
     "VBLoRA": "onegraph.methods",
     "VeRA": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
@@ -39,7 +49,26 @@ _PUBLIC = {
 }
 _ROOMS = ("errors",)
 
-__all__ = ["AdaLoRA", "Adapters", "DoRA", "LoRA", "VBLoRA", "VeRA", "adapters_of", "attach", "check", "compile", "errors", "load", "save"]
+__all__ = [
+    "BOFT",
+    "HRA",
+    "IA3",
+    "OFT",
+    "AdaLoRA",
+    "Adapters",
+    "DoRA",
+    "LoRA",
+    "MiSS",
+    "VBLoRA",
+    "VeRA",
+    "adapters_of",
+    "attach",
+    "check",
+    "compile",
+    "errors",
+    "load",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:
