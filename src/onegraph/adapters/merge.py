@@ -11,27 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.checks import check_finite, merged_error, unknown_adapter
-from onegraph.adapters.values import SHARED
-from onegraph.errors import AdapterError, NumericsError, OnegraphError, TargetError
-from onegraph.layers import EmbeddingLayer, Layer
-from onegraph.methods import Method
+from onegraph.adapters.contributions import DTYPES, Contribution, adapted_base, contributions, precision_of, unreadable, unwritable
+from onegraph.errors import AdapterError, NumericsError, TargetError
+from onegraph.layers import EmbeddingLayer
 
 if TYPE_CHECKING:
     from onegraph.adapters.adapted import Adapted
     from onegraph.adapters.collection import Adapters
 
 logger = logging.getLogger("onegraph")
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One adapter on one layer: its method, its tensors and settings, and how much of it is wanted."""
-
-    method: Method
-    tensors: dict[str, Tensor]
-    weight: float
 
 
 @dataclass
@@ -94,9 +82,9 @@ def merge(
     adapters._merged = chosen
     vars(adapters)["_replaced"] = replaced
     biased = [path for path, before in replaced.parameters.items() if None in before.values()]
-    for paths, why in ((shared, "share a weight with others, which keep theirs"), (biased, "have a bias now that had none")):
+    for paths, what in ((shared, "weights that other layers share, and keep"), (biased, "a bias where there was none")):
         if paths:
-            logger.info("merged: %s %s. A compiled model compiles once for the merged state.", ", ".join(paths), why)
+            logger.info("merged: new values for %s: %s. A compiled model compiles once for the merged state.", what, ", ".join(paths))
 
 
 def unmerge(adapters: Adapters) -> None:
@@ -138,70 +126,33 @@ def merge_and_unload(
         merge(adapters, names, weights=weights, safe=safe)
     elif names is not None or weights is not None:
         raise merged_error("others can't be merged", adapters._merged)
-    gained = [adapters.layers[path].base_layer for path, before in _replaced(adapters).parameters.items() if None in before.values()]
+    pairs = [
+        (before, adapters.layers[path].base_layer, name)
+        for path, parameters in _replaced(adapters).parameters.items()
+        for name, before in parameters.items()
+    ]
     _forget(adapters)
     model = adapters.detach()
-    for module in gained:
-        bias, weight = module.get_parameter("bias"), module.get_parameter("weight")
-        bias.requires_grad_(weight.requires_grad)
+    _let_train(pairs)
     return model
 
 
-def contributions(adapters: Adapters, chosen: Mapping[str, float], dtype: torch.dtype | None = None) -> dict[str, list[Contribution]]:
-    """Path -> what each of the adapters on that layer contributes, in the order of the layers.
+def _let_train(pairs: Sequence[tuple[nn.Parameter | None, nn.Module, str]]) -> None:
+    """Let all train that came from one Parameter where one of them does: detaching thaws by name, and a tied weight has two.
 
-    Args:
-        chosen: Name -> weight.
-        dtype: Of the tensors; None: float32, or float64 where the base is.
+    A bias that had no Parameter before trains as its layer's weight does.
     """
-    found: dict[str, list[Contribution]] = {path: [] for path in adapters.layers}
-    for name, weight in chosen.items():
-        tensors = adapters.tensors(name)
-        settings = {setting: adapters.settings_of(name, setting) for setting in adapters.setting_names(name)}
-        for path, method in adapters.methods(name).items():
-            base = adapters.layers[path].layer.base_tensors(adapters.layers[path].base_layer)
-            device = next(iter(base.values())).device
-            precision = precision_of(base) if dtype is None else dtype
-            p = {key: value.detach().to(precision) for key, value in tensors[path].items()}
-            for key, spec in method.shared_parameters().items():
-                value = tensors[SHARED][key].detach().to(precision)
-                for axis in spec.rank_axes:  # they have the largest rank of all layers
-                    value = value.narrow(axis, 0, spec.shape[axis])
-                p[key] = value
-            for setting, values in settings.items():
-                if path in values and setting not in method.random_settings:
-                    p[setting] = torch.tensor(values[path], dtype=precision, device=device)
-            found[path].append(Contribution(method, p, weight))
-    return {path: present for path, present in found.items() if present}
-
-
-def adapted_base(adapted: Adapted, contribution: Contribution, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a layer with one adapter, canonical, computed in the precision of ``base``: only those that it changes.
-
-    Raises:
-        TargetError: Where the method can't be written as new weights.
-    """
-    # Under autocast the small products would be rounded to half precision.
-    with torch.autocast(next(iter(base.values())).device.type, enabled=False):
-        tensors = contribution.method.adapt_tensors(base, contribution.tensors, adapted.layer)
-    return {name: value for name, value in tensors.items() if value is not base.get(name)}
-
-
-def precision_of(base: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype that new weights are computed in."""
-    return torch.float64 if any(value.dtype == torch.float64 for value in base.values()) else torch.float32
-
-
-def unwritable(layers: Mapping[str, str], what: str, hint: str, code: str) -> OnegraphError:
-    """The error that names layers, each with a reason."""
-    lines = [f"- {path}: {reason}" for path, reason in list(layers.items())[:10]]
-    more = [f"- and {len(layers) - 10} more"] if len(layers) > 10 else []
-    return AdapterError(
-        f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} {what}:\n" + "\n".join(lines + more),
-        why="Nothing has changed.",
-        hint=hint,
-        code=code,
-    )
+    families: dict[int, list[Tensor]] = {}
+    for before, module, name in pairs:
+        if before is not None:
+            families.setdefault(id(before), [before]).append(module.get_parameter(name))
+    for family in families.values():
+        trained = any(parameter.requires_grad for parameter in family)
+        for parameter in family:
+            parameter.requires_grad_(trained)
+    for before, module, name in pairs:
+        if before is None:
+            module.get_parameter(name).requires_grad_(module.get_parameter("weight").requires_grad)
 
 
 def _chosen(
@@ -245,7 +196,7 @@ def _new_parameters(adapters: Adapters, chosen: Mapping[str, float], *, safe: bo
     not_finite: list[str] = []
     new: dict[str, dict[str, nn.Parameter]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for path, present in contributions(adapters, chosen).items():
+        for path, present in contributions(adapters, chosen):
             adapted = adapters.layers[path]
             try:
                 tensors = _weighted(adapted, present)
@@ -295,24 +246,13 @@ def _weighted(adapted: Adapted, present: Sequence[Contribution]) -> dict[str, Te
     return total
 
 
-def unreadable(own: Mapping[str, Tensor], layer: Layer) -> str | None:
-    """Why a layer's tensors, as ``base_tensors`` gives them, can't be computed with; None when they can."""
-    for name, shape in layer.tensor_shapes().items():
-        value = own[name]
-        if value.is_meta:
-            return f"its {name} is on the meta device and has no values"
-        if value.dtype not in _DTYPES or tuple(value.shape) != shape:
-            return f"its {name} is quantised: {tuple(value.shape)} numbers of {value.dtype}"
-    return None
-
-
 def _refusal(module: nn.Module, name: str) -> str | None:
     """Why a tensor of a module can't be replaced."""
     owner, attribute = _owner(module, name)
     if attribute not in owner._parameters:
         return f"its {name} is computed from other parameters or isn't there"
     present = owner._parameters[attribute]
-    if present is not None and (type(present) is not nn.Parameter or present.dtype not in _DTYPES):
+    if present is not None and (type(present) is not nn.Parameter or present.dtype not in DTYPES):
         return f"its {name} is a {type(present).__name__} of {present.dtype}, which can't hold the sum"
     return None
 

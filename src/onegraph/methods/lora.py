@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from onegraph.layers.base import Layer
-from onegraph.methods.base import ParameterSpec
+from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.dropouts import dropped_input, dropped_ranks, dropped_scale
 from onegraph.methods.low_rank import LowRank
 
@@ -65,3 +66,20 @@ class LoRA(LowRank):
             return bias
         change = p["up_bias"] * p["scale"]
         return change if bias is None else (bias + change).to(bias.dtype)
+
+    @classmethod
+    def concatenated(
+        cls, methods: Sequence[Method], tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float], layer: Layer
+    ) -> tuple[Method, dict[str, Tensor]] | None:
+        """sum_i w_i s_i U_i D_i = [w_1 s_1 U_1, ...] [D_1; ...]: the ranks add up, and the strengths are in U. It has no dropout."""
+        present = [(p, weight * p["scale"]) for p, weight in zip(tensors, weights) if weight]
+        present = present or [(p, 0 * p["scale"]) for p in tensors if p][:1]
+        rank = sum(p["down"].shape[0] for p, _ in present)
+        bias = any(isinstance(method, LoRA) and method.bias for method in methods)
+        # A grouped convolution has its rank channels in blocks, one a group.
+        downs = [p["down"].reshape(layer.groups, -1, *p["down"].shape[1:]) for p, _ in present]
+        found = {"down": torch.cat(downs, dim=1).flatten(0, 1), "up": torch.cat([p["up"] * size for p, size in present], dim=1)}
+        if bias:
+            sums = [p["up_bias"] * size for p, size in present if "up_bias" in p]
+            found["up_bias"] = sum(sums, start=torch.zeros_like(found["up"].flatten(1)[:, 0]))
+        return cls(rank=rank, bias=bias), found
