@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from onegraph.adapters.run import run
 from onegraph.layers import Layer, describe_any
-from onegraph.methods import BOFT, HRA, IA3, OFT, AdaLoRA, DoRA, LoRA, Method, MiSS, VBLoRA, VeRA
+from onegraph.methods import BOFT, HRA, IA3, OFT, AdaLoRA, BitFit, Dense, DoRA, LoHa, LoKr, LoRA, Method, MiSS, NormTuning, VBLoRA, VeRA
 from reference.adalora import adalora
 from reference.boft import boft
 from reference.dora import dora, norms
@@ -23,6 +23,7 @@ from reference.layers import by_weight
 from reference.lora import lora
 from reference.miss import balance, bat
 from reference.oft import oft
+from reference.products import dense, difference, loha, lokr
 from reference.vblora import vblora
 from reference.vera import vera
 
@@ -68,7 +69,7 @@ LAYERS: dict[str, LayerCase] = {
     "linear-wide": LayerCase(lambda: nn.Linear(16, 8), lambda: torch.randn(2, 3, 16)),
     "linear-vector": LayerCase(lambda: nn.Linear(5, 7), lambda: torch.randn(5)),
     "linear-even": LayerCase(lambda: nn.Linear(12, 8), lambda: torch.randn(2, 12)),
-    "linear-transposed": LayerCase(lambda: Conv1D(7, 5), lambda: torch.randn(2, 3, 5)),
+    "linear-transposed": LayerCase(lambda: Conv1D(8, 6), lambda: torch.randn(2, 3, 6)),
     "embedding": LayerCase(lambda: nn.Embedding(9, 6), lambda: torch.randint(0, 9, (2, 4))),
     "embedding-padding": LayerCase(lambda: nn.Embedding(9, 6, padding_idx=2), lambda: torch.tensor([[0, 2, 5], [8, 2, 2]])),
     "conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3, padding=1), lambda: torch.randn(2, 4, 5)),
@@ -142,6 +143,10 @@ METHODS: dict[str, MethodCase] = {
     "oft-last-twice": MethodCase(
         OFT(block_size=4, num_terms=6, last_term_twice=True), oft(4, num_terms=6, last=2.0), near_zero, starts_at_fixed_values=True
     ),
+    "oft-on-output": MethodCase(OFT(block_size=2, exact=True, on_output=True), oft(2, on_output=True), starts_at_fixed_values=True),
+    "oft-on-output-seven": MethodCase(
+        OFT(block_size=7, on_output=True), oft(7, num_terms=5, on_output=True), near_zero, starts_at_fixed_values=True
+    ),
     "oft-coft": MethodCase(OFT(block_size=2, coft=True, eps=0.5), oft(2, num_terms=5, eps=0.5), starts_at_fixed_values=True),
     "boft": MethodCase(BOFT(block_size=4), by_weight(boft), starts_at_fixed_values=True),
     "boft-one-block": MethodCase(BOFT(num_blocks=1), by_weight(boft), starts_at_fixed_values=True),
@@ -157,6 +162,23 @@ METHODS: dict[str, MethodCase] = {
     "miss-mini": MethodCase(MiSS(rank=2, form="mini", out_rank=4), by_weight(balance), starts_at_fixed_values=True),
     "miss-mini-one": MethodCase(MiSS(rank=5, form="mini"), by_weight(balance), starts_at_fixed_values=True),
     "miss-bat": MethodCase(MiSS(rank=4, form="bat"), by_weight(bat), starts_at_fixed_values=True),
+    "loha": MethodCase(LoHa(rank=2, alpha=3.0, form="weight"), by_weight(loha)),
+    "loha-beside": MethodCase(LoHa(rank=3, form="beside"), by_weight(loha)),
+    "loha-effective": MethodCase(LoHa(rank=2, effective_conv=True, form="weight"), by_weight(loha)),
+    "loha-effective-beside": MethodCase(LoHa(rank=2, effective_conv=True, form="beside"), by_weight(loha)),
+    "loha-random": MethodCase(LoHa(rank=1, alpha=-2.0, init="random"), by_weight(loha), starts_elsewhere=True),
+    "lokr": MethodCase(LoKr(rank=1, alpha=3.0, form="weight"), by_weight(lokr)),
+    "lokr-beside": MethodCase(LoKr(rank=1, form="beside"), by_weight(lokr)),
+    "lokr-full": MethodCase(LoKr(rank=4, alpha=2.0, form="weight"), by_weight(lokr)),
+    "lokr-full-beside": MethodCase(LoKr(rank=4, decompose_both=True, form="beside"), by_weight(lokr)),
+    "lokr-both": MethodCase(LoKr(rank=3, first_form="factorised", second_form="factorised", form="beside"), by_weight(lokr)),
+    "lokr-effective": MethodCase(LoKr(rank=2, second_form="factorised", effective_conv=True, form="weight"), by_weight(lokr)),
+    "lokr-effective-beside": MethodCase(LoKr(rank=1, effective_conv=True, form="beside"), by_weight(lokr)),
+    "lokr-factor": MethodCase(LoKr(rank=1, decompose_factor=4, init="lycoris"), by_weight(lokr)),
+    "lokr-random": MethodCase(LoKr(rank=2, init="random"), by_weight(lokr), starts_elsewhere=True),
+    "dense": MethodCase(Dense(), dense, starts_at_fixed_values=True),
+    "bitfit": MethodCase(BitFit(), by_weight(difference), starts_at_fixed_values=True),
+    "norm-tuning": MethodCase(NormTuning(), by_weight(difference), starts_at_fixed_values=True),
 }
 
 

@@ -46,12 +46,15 @@ def block_diagonal(blocks: list[Array]) -> Array:
     return matrix
 
 
-def oft(block_size: int, *, num_terms: int | None = None, last: float = 1.0, eps: float | None = None):  # type: ignore[no-untyped-def]
+def oft(  # type: ignore[no-untyped-def]
+    block_size: int, *, num_terms: int | None = None, last: float = 1.0, eps: float | None = None, on_output: bool = False
+):
     """The reference for one setting: exact without ``num_terms``, bounded with ``eps``."""
 
     def adapted(weight: Array, bias: Array | None, p: Mapping[str, Array], module: nn.Module) -> tuple[Array, Array | None]:
-        embedding = isinstance(module, nn.Embedding)
-        matrix = weight.T if embedding else weight.reshape(len(weight), -1)
+        output = on_output or isinstance(module, nn.Embedding)
+        matrix = weight.reshape(len(weight), -1)
+        matrix = matrix.T if output else matrix
         num_places = matrix.shape[1] // block_size
         vectors = p["rotation"]
         rotations = []
@@ -62,7 +65,7 @@ def oft(block_size: int, *, num_terms: int | None = None, last: float = 1.0, eps
             q = q * p["scale"]
             rotations.append(cayley(q) if num_terms is None else series(q, num_terms, last))
         r = block_diagonal(rotations)
-        new = matrix @ (r if embedding else r.T)
-        return (new.T if embedding else new.reshape(weight.shape)), bias
+        new = (matrix @ r).T if output else matrix @ r.T
+        return new.reshape(weight.shape), bias
 
     return by_weight(adapted)

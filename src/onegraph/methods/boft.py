@@ -20,7 +20,6 @@ from onegraph.methods.rotations import (
     full_precision,
     split_problem,
     turned,
-    turned_columns,
     turns_activations,
     widened,
 )
@@ -78,13 +77,13 @@ class BOFT(Method):
 
     def block_size_on(self, layer: Layer) -> int:
         """Columns of a block."""
-        return self.block_size or turned_columns(layer) // (self.num_blocks or 1)
+        return self.block_size or layer.num_weight_columns // (self.num_blocks or 1)
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
         """``rotation`` and ``gain``."""
         size = self.block_size_on(layer)
         return {
-            "rotation": ParameterSpec(shape=(self.num_factors, turned_columns(layer) // size, size, size)),
+            "rotation": ParameterSpec(shape=(self.num_factors, layer.num_weight_columns // size, size, size)),
             "gain": ParameterSpec(shape=(layer.out_features,)),
         }
 
@@ -140,12 +139,12 @@ class BOFT(Method):
         if (reason := super().check(layer)) is not None:
             return reason
         several = self.num_factors > 1
-        return split_problem(turned_columns(layer), self.block_size, self.num_blocks, multiple=2 ** (self.num_factors - 1), even=several)
+        return split_problem(layer.num_weight_columns, self.block_size, self.num_blocks, multiple=2 ** (self.num_factors - 1), even=several)
 
     def _num_fused(self, layer: Layer) -> int:
         """How many of the first stages are multiplied out."""
         size = self.block_size_on(layer)
-        return max(1, sum(size * 2**stage <= _FUSED for stage in range(self.num_factors)))
+        return max(1, sum(size << stage <= _FUSED for stage in range(self.num_factors)))
 
     def _changes(self, p: Mapping[str, Tensor], *, training: bool) -> Tensor:
         """Q - I of every block of every stage."""

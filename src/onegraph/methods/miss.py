@@ -103,7 +103,8 @@ class MiSS(Method):
         if self.form == "balance":
             return layer.add_expanded(y, h, block.t())
         narrow = h @ block.to(h.dtype)
-        return (y.unflatten(-1, (-1, self.out_rank)) + narrow.unsqueeze(-2).to(y.dtype)).flatten(-2)
+        repeated = y.reshape(*y.shape[:-1], -1, self.out_rank) + narrow.unsqueeze(-2).to(y.dtype)
+        return repeated.reshape(y.shape)
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W + s M."""

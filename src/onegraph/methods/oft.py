@@ -23,10 +23,7 @@ from onegraph.methods.rotations import (
     skew_symmetric,
     split_problem,
     turned,
-    turned_columns,
     turns_activations,
-    weight_from_rows,
-    weight_rows,
     widened,
 )
 
@@ -37,9 +34,11 @@ _DEFAULT_BLOCK = 32
 class OFT(Method):
     """W' = W R^T with R = blockdiag(R_1, R_2, ...), R_g a rotation made of the skew-symmetric s Q_g; y = W (x R) + b.
 
+    With ``on_output``, and by embeddings, the output is rotated: W' = R^T W, y = (W x) R + b.
+
     Shapes:
         x (..., I), ``rotation`` (blocks, b(b-1)/2) or with ``block_share`` (1, b(b-1)/2): what is above the diagonal of Q_g, row by row.
-        Convolutions rotate the columns of the weight as a matrix (O, I / groups * points of the kernel), embeddings their output.
+        Convolutions rotate the columns of the weight as a matrix (O, I / groups * points of the kernel).
         R is computed in the dtype of ``rotation``, R - I cast to that of x; x keeps its dtype.
 
     Args:
@@ -50,6 +49,7 @@ class OFT(Method):
         num_terms: Of that series with the identity, k + 1; at least 2. 3 and 4 are the same series (k = 3), as PEFT computes them.
         last_term_twice: The last term has the factor 2 as the others: PEFT 0.16 and 0.17.
         block_share: One rotation for all blocks.
+        on_output: Whether the output is rotated rather than the input, but for the bias: PEFT up to 0.13.
         coft: ||Q_g|| is at most eps / sqrt(number of rotations).
         eps: See ``coft``.
         module_dropout: Probability in [0, 1) that a block isn't rotated, drawn for each block in training.
@@ -75,6 +75,7 @@ class OFT(Method):
     num_terms: int = 5
     last_term_twice: bool = False
     block_share: bool = False
+    on_output: bool = False
     coft: bool = False
     eps: float = 6e-5
     module_dropout: float = 0.0
@@ -90,14 +91,19 @@ class OFT(Method):
         if self.num_blocks is None and self.block_size is None:
             object.__setattr__(self, "block_size", _DEFAULT_BLOCK)
 
+    @property
+    def reads_base(self) -> bool:  # type: ignore[override]
+        """The bias isn't rotated."""
+        return self.on_output
+
     def block_size_on(self, layer: Layer) -> int:
         """Columns of a block."""
-        return self.block_size or turned_columns(layer) // (self.num_blocks or 1)
+        return self.block_size or self._columns(layer) // (self.num_blocks or 1)
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
         """``rotation``."""
         size = self.block_size_on(layer)
-        num_blocks = 1 if self.block_share else turned_columns(layer) // size
+        num_blocks = 1 if self.block_share else self._columns(layer) // size
         return {"rotation": ParameterSpec(shape=(num_blocks, size * (size - 1) // 2))}
 
     def settings(self, layer: Layer) -> dict[str, float]:
@@ -109,31 +115,45 @@ class OFT(Method):
         return self.identity(layer)
 
     def beside(self, layer: Layer) -> bool:
-        """Activations are rotated where that is the same as rotating columns."""
-        return turns_activations(layer)
+        """Activations are rotated where that is the same as rotating the weight."""
+        return self._turns_output(layer) or turns_activations(layer)
 
     def before(self, x: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
-        """X R, but of an embedding, whose input is ids."""
-        return x if layer.kind == "embedding" else turned(x, self._change(p, layer, training=training), layer)
+        """X R, where the input is rotated."""
+        return x if self._turns_output(layer) else turned(x, self._change(p, layer, training=training), layer)
 
     def after(
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Of an embedding, y R."""
-        return turned(y, self._change(p, layer, training=training), layer) if layer.kind == "embedding" else y
+        """Where the output is rotated, (y - b) R + b."""
+        if not self._turns_output(layer):
+            return y
+        change = self._change(p, layer, training=training)
+        bias = None if base is None else base.get("bias")
+        return turned(y, change, layer, y if bias is None else y - layer.per_channel(bias).to(y.dtype))
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
-        """The weight, W R^T; of an embedding's table, (I, O), W R."""
-        rows = weight_rows(weight, layer)
+        """The weight, W R^T; where the output is rotated, R^T W."""
         change = self._change(p, layer, training=training)
-        rows = rows + block_product(rows, change if layer.kind == "embedding" else change.mT).to(rows.dtype)
-        return weight_from_rows(rows, weight, layer)
+        rows = weight.flatten(1)
+        if self._turns_output(layer):
+            return (rows + block_product(rows.t(), change).t().to(rows.dtype)).reshape(weight.shape)
+        return (rows + block_product(rows, change.mT).to(rows.dtype)).reshape(weight.shape)
 
     def check(self, layer: Layer) -> str | None:
         """The blocks have to fill the columns."""
         if (reason := super().check(layer)) is not None:
             return reason
-        return split_problem(turned_columns(layer), self.block_size, self.num_blocks)
+        if self.on_output and layer.groups > 1:
+            return f"a rotation of its output would mix its {layer.groups} groups, which no grouped weight does; on_output=False rotates its input"
+        return split_problem(self._columns(layer), self.block_size, self.num_blocks)
+
+    def _turns_output(self, layer: Layer) -> bool:
+        return self.on_output or layer.kind == "embedding"
+
+    def _columns(self, layer: Layer) -> int:
+        """How many features are rotated."""
+        return layer.out_features if self._turns_output(layer) else layer.num_weight_columns
 
     def _change(self, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
         """R - I, as blocks."""
@@ -146,7 +166,7 @@ class OFT(Method):
             change = cayley_change(generator) if self.exact else self._series(generator)
             if training and "module_dropout" in p:
                 # With a shared rotation each of its places is drawn.
-                kept = torch.rand(turned_columns(layer) // size, 1, 1, device=change.device) >= p["module_dropout"]
+                kept = torch.rand(self._columns(layer) // size, 1, 1, device=change.device) >= p["module_dropout"]
                 change = change * kept
             return widened(change)
 

@@ -66,11 +66,6 @@ def split_problem(columns: int, block_size: int | None, num_blocks: int | None, 
     return f"its {columns} columns can't be split into {asked}; {rest}"
 
 
-def turned_columns(layer: Layer) -> int:
-    """How many columns are turned: those of the weight as a matrix; of an embedding, whose output is turned, its width."""
-    return layer.out_features if layer.kind == "embedding" else layer.num_weight_columns
-
-
 def turns_activations(layer: Layer) -> bool:
     """Whether turning the columns of the weight is the same as turning activations: not where a kernel gathers several points."""
     return layer.groups == 1 and all(size == 1 for size in layer.kernel_size)
@@ -86,7 +81,7 @@ def skew_symmetric(vectors: Tensor, size: int) -> Tensor:
     rows, columns = torch.triu_indices(size, size, 1, device=vectors.device)
     places = rows * size + columns
     flat = torch.zeros(*vectors.shape[:-1], size * size, dtype=vectors.dtype, device=vectors.device)
-    upper = flat.index_copy(-1, places, vectors).unflatten(-1, (size, size))
+    upper = flat.index_copy(-1, places, vectors).reshape(*vectors.shape[:-1], size, size)
     return upper - upper.mT
 
 
@@ -94,7 +89,7 @@ def cayley_change(generator: Tensor) -> Tensor:
     """E = (I - Q)(I + Q)^-1 - I = -2 Q (I + Q)^-1 of skew-symmetric Q (..., b, b): exact, and never singular."""
     identity = torch.eye(generator.shape[-1], dtype=generator.dtype, device=generator.device)
     # solve_ex asks for no result on the host, as solve does to see whether the matrix was singular.
-    solved, _ = torch.linalg.solve_ex(identity + generator, -2 * generator, left=False)
+    solved: Tensor = torch.linalg.solve_ex(identity + generator, -2 * generator, left=False)[0]
     return solved
 
 
@@ -119,21 +114,12 @@ def widened(blocks: Tensor) -> Tensor:
     return spread.reshape(-1, together * size, together * size)
 
 
-def turned(x: Tensor, blocks: Tensor, layer: Layer) -> Tensor:
-    """Activations with their features turned, x + x E, in the dtype of ``x``; E block-diagonal."""
+def turned(x: Tensor, blocks: Tensor, layer: Layer, part: Tensor | None = None) -> Tensor:
+    """Activations with their features turned, x + x E, in the dtype of ``x``; E block-diagonal. Only ``part`` of x turns, where given."""
+    part = x if part is None else part
     axis = layer.channel_axis % x.dim()
     if axis == x.dim() - 1:
-        return x + block_product(x.reshape(-1, x.shape[-1]), blocks).reshape(x.shape).to(x.dtype)
+        return x + block_product(part.reshape(-1, x.shape[-1]), blocks).reshape(x.shape).to(x.dtype)
     size = blocks.shape[-1]
-    parts = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, -1)
+    parts = part.reshape(*x.shape[:axis], x.shape[axis] // size, size, -1)
     return x + (blocks.mT.to(x.dtype) @ parts).reshape(x.shape).to(x.dtype)
-
-
-def weight_rows(weight: Tensor, layer: Layer) -> Tensor:
-    """A canonical weight as rows whose columns are turned: (O, columns), or an embedding's table (I, O)."""
-    return weight.t() if layer.kind == "embedding" else weight.flatten(1)
-
-
-def weight_from_rows(rows: Tensor, weight: Tensor, layer: Layer) -> Tensor:
-    """The inverse of ``weight_rows``."""
-    return rows.t() if layer.kind == "embedding" else rows.reshape(weight.shape)
