@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from onegraph.methods import IA3 as IA3
     from onegraph.methods import OFT as OFT
     from onegraph.methods import AdaLoRA as AdaLoRA
+    from onegraph.methods import BitFit as BitFit
+    from onegraph.methods import Dense as Dense
     from onegraph.methods import DoRA as DoRA
+    from onegraph.methods import LoHa as LoHa
+    from onegraph.methods import LoKr as LoKr
     from onegraph.methods import LoRA as LoRA
     from onegraph.methods import MiSS as MiSS
+    from onegraph.methods import NormTuning as NormTuning
     from onegraph.methods import VBLoRA as VBLoRA
     from onegraph.methods import VeRA as VeRA
 
@@ -32,11 +37,16 @@ _PUBLIC = {
     "AdaLoRA": "onegraph.methods",
     "Adapters": "onegraph.adapters",
     "BOFT": "onegraph.methods",
+    "BitFit": "onegraph.methods",
+    "Dense": "onegraph.methods",
     "DoRA": "onegraph.methods",
     "HRA": "onegraph.methods",
     "IA3": "onegraph.methods",
+    "LoHa": "onegraph.methods",
+    "LoKr": "onegraph.methods",
     "LoRA": "onegraph.methods",
     "MiSS": "onegraph.methods",
+    "NormTuning": "onegraph.methods",
     "OFT": "onegraph.methods",
     "VBLoRA": "onegraph.methods",
     "VeRA": "onegraph.methods",
@@ -56,9 +66,14 @@ __all__ = [
     "OFT",
     "AdaLoRA",
     "Adapters",
+    "BitFit",
+    "Dense",
     "DoRA",
+    "LoHa",
+    "LoKr",
     "LoRA",
     "MiSS",
+    "NormTuning",
     "VBLoRA",
     "VeRA",
     "adapters_of",

@@ -40,8 +40,12 @@ class EmbeddingLayer(ProductLayer):
 
     def project(self, x: Tensor, down: Tensor) -> Tensor:
         """From ids (...), down (R, I) -> (..., R) in the dtype of ``down``: it is cheaper to cast what is found than all."""
-        h = functional.embedding(x, down.t(), self.padding_idx)
+        h = self.look_up(x, down.t())
         return h if self.output_scale == 1.0 else h * self.output_scale
+
+    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        """From ids (...), any table (I, R) -> (..., R), unscaled; the row ``padding_idx`` gets no gradient."""
+        return functional.embedding(ids, table, self.padding_idx)
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
         """From h (..., R), up (O, R) -> (..., O)."""

@@ -1,0 +1,267 @@
+"""LoKr: the Kronecker product of two smaller matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onegraph.layers.base import Layer
+from onegraph.layers.embedding import EmbeddingLayer
+from onegraph.methods.base import Method, ParameterSpec
+from onegraph.methods.dropouts import dropped_scale, used_probabilities
+from onegraph.methods.factorise import factor_pair, factor_problems, has_core, kept_outputs, with_core
+from onegraph.methods.fields import alpha_problems, choice_problems, probability_problems, raise_all, rank_problems
+from onegraph.methods.inits import kaiming
+
+_PROBABILITIES = ("rank_dropout", "module_dropout")
+_INITS = {"zero": ("first", "first_up"), "lycoris": ("second", "second_down"), "random": ()}
+"""The start -> the tensors that are 0 in it."""
+FULL, FACTORISED = "full", "factorised"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoKr(Method):
+    """W' = W + s F (x) S, the Kronecker product, with s = alpha / rank.
+
+    Shapes:
+        O = L K and I / groups = M N as ``decompose_factor`` splits them. F ``first`` (L, M), or the product of ``first_up`` (L, R) and
+        ``first_down`` (R, M). S ``second`` (K, N, *kernel), or the product of ``second_up`` (K, R) and ``second_down`` (R, N * points of
+        the kernel), or, with a core, the sum over a and b of ``second_up`` [k, a] ``second_core`` [a, b, *kernel] ``second_down`` [b, n].
+
+    Args:
+        rank: R, at least 1. A factor is full where R is at least half of its larger side.
+        alpha: Strength; None means ``rank``, so that s = 1.
+        rank_dropout: Probability in [0, 1) that an output feature gets no difference, drawn for each call.
+        rank_dropout_scale: Whether those left are divided by their share.
+        module_dropout: Probability in [0, 1) that the adapter is left out for the whole batch, without rescaling.
+        decompose_both: Whether F may be two factors as well.
+        decompose_factor: L and M where it divides O and I, their upper limit elsewhere; -1 splits near the square root.
+        effective_conv: Whether convolutions with more than one kernel point have a core (PEFT's ``use_effective_conv2d``).
+        init: "zero" (F starts at 0, by ``first_up`` where it is two factors), "lycoris" (S does, by ``second_down``) or "random" (neither:
+            not the identity); the rest is uniform as ``kaiming_uniform_`` with a = sqrt 5.
+        first_form: "full" or "factorised"; None lets each layer's shape decide. A layer keeps its form when the rank is padded.
+        second_form: The same for S.
+        form: "beside" the base layer or by the "weight"; None lets each layer's shape decide.
+
+    Raises:
+        ConfigurationError: ``rank``, ``alpha``, ``probability``, ``init``, ``whole-number``, ``first_form``, ``second_form`` or ``form``
+            out of range.
+
+    Source:
+        Yeh et al. 2023 (LyCORIS), https://arxiv.org/abs/2309.14859, section 3; layout as in PEFT. A full S on a Conv1d is (K, N, points)
+        against F (1, L, M) there, so that the kernel mixes with the input channels: so it is here.
+    """
+
+    name: ClassVar[str] = "lokr"
+    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "init", "decompose_both", "rank_dropout_scale", *_PROBABILITIES})
+    random_settings: ClassVar[frozenset[str]] = frozenset(_PROBABILITIES)
+
+    rank: int = 8
+    alpha: float | None = None
+    rank_dropout: float = 0.0
+    rank_dropout_scale: bool = False
+    module_dropout: float = 0.0
+    decompose_both: bool = False
+    decompose_factor: int = -1
+    effective_conv: bool = False
+    init: str = "zero"
+    first_form: str | None = None
+    second_form: str | None = None
+    form: str | None = None
+
+    def __post_init__(self) -> None:
+        raise_all(
+            rank_problems(self.rank),
+            alpha_problems(self.alpha),
+            probability_problems(self, _PROBABILITIES),
+            factor_problems("decompose_factor", self.decompose_factor),
+            choice_problems("init", self.init, _INITS),
+            *(
+                choice_problems(name, value, choices)
+                for name, choices in {
+                    "first_form": (FULL, FACTORISED),
+                    "second_form": (FULL, FACTORISED),
+                    "form": ("beside", "weight"),
+                }.items()
+                if (value := getattr(self, name)) is not None
+            ),
+        )
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", float(self.rank))
+
+    @property
+    def scale(self) -> float:
+        """s: alpha / rank."""
+        return (self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def sides(self, layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
+        """((L, K), (M, N)): how the output and the input features are split."""
+        return factor_pair(layer.out_features, self.decompose_factor), factor_pair(layer.in_features // layer.groups, self.decompose_factor)
+
+    def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
+        """Each of the two matrices whole, or its factors."""
+        ((outer_out, inner_out), (outer_in, inner_in)), r = self.sides(layer), self.rank
+        settled = self.settled(layer, [layer])
+        specs: dict[str, ParameterSpec] = {}
+        if settled.first_form == FULL:
+            specs["first"] = ParameterSpec(shape=(outer_out, outer_in))
+        else:
+            specs["first_up"] = ParameterSpec(shape=(outer_out, r), rank_axes=(1,))
+            specs["first_down"] = ParameterSpec(shape=(r, outer_in), rank_axes=(0,))
+        if settled.second_form == FULL:
+            specs["second"] = ParameterSpec(shape=(inner_out, inner_in, *layer.kernel_size))
+            return specs
+        specs["second_up"] = ParameterSpec(shape=(inner_out, r), rank_axes=(1,))
+        if has_core(layer, wanted=self.effective_conv):
+            specs["second_core"] = ParameterSpec(shape=(r, r, *layer.kernel_size), rank_axes=(0, 1))
+            specs["second_down"] = ParameterSpec(shape=(r, inner_in), rank_axes=(0,))
+        else:
+            specs["second_down"] = ParameterSpec(shape=(r, inner_in * math.prod(layer.kernel_size)), rank_axes=(0,))
+        return specs
+
+    def settings(self, layer: Layer) -> dict[str, float]:
+        """``scale``, each dropout that is used, and whether it is rescaled where it is."""
+        rescaled = {"rank_dropout_scale": 1.0} if self.rank_dropout_scale and self.rank_dropout > 0 else {}
+        return {"scale": self.scale, **used_probabilities(self, layer, _PROBABILITIES), **rescaled}
+
+    def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """All but what ``init`` keeps at 0 drawn."""
+        tensors = {name: kaiming(spec.shape, generator) for name, spec in self.parameters(layer).items()}
+        if "second_core" in tensors:  # beside a core the bound is that of (R, K)
+            tensors["second_up"] = kaiming(tensors["second_up"].shape[::-1], generator).t().contiguous()
+        return {name: torch.zeros_like(value) if name in _INITS[self.init] else value for name, value in tensors.items()}
+
+    def settled(self, layer: Layer, layers: Sequence[Layer]) -> Self:
+        """Which factors are full, by the true rank, and the ``form`` that costs fewer operations in training."""
+        (outer_out, inner_out), (outer_in, inner_in) = self.sides(layer)
+        first, second, form = self.first_form, self.second_form, self.form
+        if first is None:
+            first = FACTORISED if self.decompose_both and self.rank < max(outer_out, outer_in) / 2 else FULL
+        if second is None:
+            second = FACTORISED if self.rank < max(inner_out, inner_in) / 2 else FULL
+        if form is None:
+            form = "beside" if self._can_be_beside(layer, second) and self._is_cheap_beside(layer, second) else "weight"
+        return dataclasses.replace(self, first_form=first, second_form=second, form=form)
+
+    def rank_on(self, layer: Layer) -> int | None:
+        """The rank, None where both matrices are full: nothing there is padded."""
+        settled = self.settled(layer, [layer])
+        return self.rank if FACTORISED in {settled.first_form, settled.second_form} else None
+
+    def beside(self, layer: Layer) -> bool:
+        """As ``settled`` chose; embeddings always; never with groups, nor for a full S on a Conv1d."""
+        settled = self.settled(layer, [layer])
+        return layer.kind == "embedding" or (settled.form == "beside" and self._can_be_beside(layer, settled.second_form))
+
+    def _can_be_beside(self, layer: Layer, second_form: str | None) -> bool:
+        mixes_kernel = len(layer.kernel_size) == 1 and second_form == FULL
+        return layer.groups == 1 and not mixes_kernel
+
+    def _is_cheap_beside(self, layer: Layer, second_form: str | None) -> bool:
+        """Whether three products beside the layer take less than one with the shape of its weight.
+
+        For T positions and Q = K (S full) or R channels in between, beside the layer costs 2 T (M N points Q + M Q L) and, with
+        factors, 2 T L Q K more, once forward and twice backward; by the weight it is 2 T m n more, for the weight's gradient. At R = 16:
+        768 -> 768 is (24, 32) x (24, 32), S is full, 43,008 of 589,824 a position: 1.11 times the frozen layer's operations beside,
+        1.5 by the weight. 768 -> 2048 is (32, 64) x (24, 32), S has factors, 57,344 of 1,572,864: 1.05 beside.
+        """
+        (outer_out, inner_out), (outer_in, inner_in) = self.sides(layer)
+        between = inner_out if second_form == FULL else self.rank
+        cost = outer_in * inner_in * math.prod(layer.kernel_size) * between + outer_in * between * outer_out
+        if second_form != FULL:
+            cost += layer.out_features * between
+        return 3 * cost < layer.out_features * layer.num_weight_columns
+
+    def after(
+        self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """D of S, then F while the rows are narrow, then U of S: the Kronecker product is never there."""
+        first = _first(p) * dropped_scale(p, training=training)
+        if isinstance(layer, EmbeddingLayer):
+            return y + self._dropped(_looked_up(x, first, p, layer), p, layer, training=training).to(y.dtype)
+        h = (_mixed_maps if layer.kind == "conv" else _mixed_rows)(x, first, p, layer)
+        _, up = _second_factors(p)
+        if up is not None:
+            up = up.reshape(*up.shape, *(1 for _ in layer.kernel_size))
+        if training and "rank_dropout" in p:
+            change = (h if up is None else layer.expand(h, up)).reshape(y.shape)
+            return y + self._dropped(change, p, layer, training=training).to(y.dtype)
+        # The output by parts of K features, so that U adds to it in one operation.
+        parts = y.reshape(-1, layer.out_features // first.shape[0], *h.shape[2:])
+        return (parts + h.to(y.dtype) if up is None else layer.add_expanded(parts, h, up)).reshape(y.shape)
+
+    def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
+        """The weight, W + s F (x) S."""
+        if "second" in p and len(layer.kernel_size) == 1:
+            second = p["second"]  # three axes against two: see Source
+        else:
+            down, up = _second_factors(p)
+            second = down if up is None else up @ down
+        change = torch.kron(_first(p) * dropped_scale(p, training=training), second).reshape(weight.shape)
+        if training and "rank_dropout" in p:
+            change = change * self._kept(p, layer).reshape(-1, *(1 for _ in weight.shape[1:]))
+        return (weight + change).to(weight.dtype)
+
+    def _kept(self, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+        return kept_outputs(p, layer.out_features, p.get("rank_dropout_scale", 0.0))
+
+    def _dropped(self, change: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
+        if training and "rank_dropout" in p:
+            change = change * layer.per_channel(self._kept(p, layer)).to(change.dtype)
+        return change
+
+
+def _first(p: Mapping[str, Tensor]) -> Tensor:
+    return p["first"] if "first" in p else p["first_up"] @ p["first_down"]
+
+
+def _second_factors(p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """S as one matrix (Q, N * points), Q = K, or as two, the second (K, Q)."""
+    if "second" in p:
+        return p["second"].flatten(1), None
+    down = with_core(p["second_core"], p["second_down"]) if "second_core" in p else p["second_down"]
+    return down, p["second_up"]
+
+
+def _mixed_rows(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+    """From x (..., M N) to (T L, Q). Two-operand products of matrices only: others are worse compiled, or as many small ones."""
+    down, _ = _second_factors(p)
+    (num_out, num_in), num_between = first.shape, down.shape[0]
+    h = functional.linear(x.reshape(-1, down.shape[1]), down.to(x.dtype))  # (T M, Q)
+    h = h.reshape(-1, num_in, num_between).transpose(1, 2).reshape(-1, num_in)
+    h = functional.linear(h, first.to(h.dtype))  # (T Q, L)
+    return h.reshape(-1, num_between, num_out).transpose(1, 2).reshape(-1, num_between)
+
+
+def _mixed_maps(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+    """From x (..., M N, *space) to (B L, Q, *space'): the layer's own operation on M times as many maps of N channels."""
+    down, _ = _second_factors(p)
+    (num_out, num_in), num_axes = first.shape, len(layer.kernel_size)
+    num_channels = layer.in_features // num_in
+    maps = x.reshape(-1, num_channels, *x.shape[-num_axes:])
+    h = layer.project(maps, down.reshape(-1, num_channels, *layer.kernel_size))
+    shape = h.shape[1:]
+    h = h.reshape(-1, num_in, math.prod(shape))  # (B, M, Q space')
+    h = torch.bmm(first.to(h.dtype).expand(h.shape[0], num_out, num_in), h)
+    return h.reshape(-1, *shape)
+
+
+def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: EmbeddingLayer) -> Tensor:
+    """From ids (...) to (..., L K): column M' N + N' of the product is column M' of F times column N' of S."""
+    down, up = _second_factors(p)
+    size = down.shape[1]
+    outer = functional.embedding(ids // size, first.t())
+    inner = functional.embedding(ids % size, down.t())
+    if up is not None:
+        inner = functional.linear(inner, up.to(inner.dtype))
+    change = (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2)
+    if layer.padding_idx is not None:  # its row gets no gradient; here every row shares its numbers with others
+        change = torch.where((ids == layer.padding_idx).unsqueeze(-1), change.detach(), change)
+    return change if layer.output_scale == 1.0 else change * layer.output_scale
