@@ -135,7 +135,7 @@ class Method(ABC):
         Args:
             methods: All of this class.
             tensors: Parameters, shared parameters and settings of each.
-            weights: How much of each. An adapter that isn't on this layer has weight 0 and no tensors.
+            weights: How much of each; 0 and negative ones too.
         """
         return None
 

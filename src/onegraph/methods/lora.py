@@ -73,7 +73,7 @@ class LoRA(LowRank):
     ) -> tuple[Method, dict[str, Tensor]] | None:
         """sum_i w_i s_i U_i D_i = [w_1 s_1 U_1, ...] [D_1; ...]: the ranks add up, and the strengths are in U. It has no dropout."""
         present = [(p, weight * p["scale"]) for p, weight in zip(tensors, weights) if weight]
-        present = present or [(p, 0 * p["scale"]) for p in tensors if p][:1]
+        present = present or [(tensors[0], 0 * tensors[0]["scale"])]  # a rank is at least 1
         rank = sum(p["down"].shape[0] for p, _ in present)
         bias = any(isinstance(method, LoRA) and method.bias for method in methods)
         # A grouped convolution has its rank channels in blocks, one a group.
