@@ -16,6 +16,7 @@ from onegraph.methods.lora import LoRA
 from onegraph.methods.miss import MiSS
 from onegraph.methods.norm_tuning import NormTuning
 from onegraph.methods.oft import OFT
+from onegraph.methods.rank_allocation import RankAllocator, orthogonality, rank_masks
 from onegraph.methods.vblora import VBLoRA
 from onegraph.methods.vera import VeRA
 
@@ -36,8 +37,11 @@ __all__ = [
     "MiSS",
     "NormTuning",
     "ParameterSpec",
+    "RankAllocator",
     "VBLoRA",
     "VeRA",
+    "orthogonality",
+    "rank_masks",
 ]
 
 METHODS: dict[str, type[Method]] = {
