@@ -119,6 +119,30 @@ def test_gradients_accumulate_over_batches(adapters: Adapters) -> None:
         torch.testing.assert_close(twice[key], parameter.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
+def test_rows_without_a_backward_pass_leave_no_gradient_to_later_ones(adapters: Adapters) -> None:
+    with adapters.rows(["wide", "biased"]), torch.no_grad():
+        adapters.model(IDS[:2])
+    with adapters.rows(["small", None]):
+        adapters.model(IDS[:2]).sum().backward()
+    assert all(parameter.grad is None for name in ("wide", "biased") for parameter in adapters.parameters(name).values())
+    assert all(parameter.grad is not None for parameter in adapters.parameters("small").values())
+
+
+def test_gradients_go_to_the_rows_of_their_own_batch(adapters: Adapters) -> None:
+    """Two batches before the first backward pass, and an adapter that is deleted meanwhile."""
+    with adapters.rows(["wide", "biased"]):
+        first = adapters.model(IDS[:2]).sum()
+    with adapters.rows(["small", None]):
+        second = adapters.model(IDS[:2]).sum()
+    adapters.delete("biased")
+    adapters.add("new", METHODS["biased"][0], targets=METHODS["biased"][1])
+    first.backward()
+    assert all(parameter.grad is None for name in ("small", "new") for parameter in adapters.parameters(name).values())
+    assert all(parameter.grad is not None for parameter in adapters.parameters("wide").values())
+    second.backward()
+    assert all(parameter.grad is not None for parameter in adapters.parameters("small").values())
+
+
 def test_an_optimizer_trains_what_rows_read(adapters: Adapters) -> None:
     optimizer = torch.optim.SGD([*adapters.parameters("small").values(), *adapters.parameters("wide").values()], lr=0.05)
     losses = []

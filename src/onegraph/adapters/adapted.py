@@ -73,33 +73,46 @@ class Adapted(nn.Module):
         registered.clear()
         registered.update(parameters)
 
-    def assign_rows(self, indices: Mapping[Method, tuple[Tensor, set[int]]] | None) -> None:
+    def assign_rows(self, indices: Mapping[Method, tuple[Tensor, set[int]]] | None, batch: object = None) -> None:
         """Give every row of the batch its own adapter; None ends it.
 
         Args:
             indices: Structure -> the slot of each row, and which of them are adapters on this layer.
+            batch: The same object for all layers of a batch.
         """
-        if indices is None:
-            self._rows = None
+        if indices is None or not self._layer.takes_rows:
+            self._rows = None if indices is None else []
             return
         rows = []
         for structure in self.structures:
             index, slots = indices[structure]
             storages = [self.structures[structure]] + ([self.shared[structure]] if structure in self.shared else [])
-            rows.append((structure, [storage.rows(index, slots) for storage in storages]))
+            rows.append((structure, [storage.rows(index, slots, batch) for storage in storages]))
         self._rows = rows
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The adapted layer's output, in the base layer's dtype."""
         base: nn.Module = self._modules[BASE]  # type: ignore[assignment]
+        input, args = (args[0], args[1:]) if args else (kwargs.pop(self._layer.input_name), ())
         if self._rows is not None:
+            if not self._rows:
+                return self._layer.forward(base, input, *args, **kwargs)
             x = _batch(input, self._rows[0][1][0].index.shape[0], self._layer)
             methods = [(method, {name: value for rows in parts for name, value in rows.gather().items()}) for method, parts in self._rows]
             return run_rows(methods, self._layer, base, x, *args, training=self.training, **kwargs)
-        # Read through __dict__ tables: __getattr__ below would be traced for every name.
+        return run(self._method, self._layer, base, input, self._present(), *args, training=self.training, **kwargs)
+
+    def _present(self) -> dict[str, Tensor]:
+        """The active slot's tensors, read through __dict__ tables: __getattr__ below would be traced for every name."""
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[assignment]
-        p = {**parameters, **self._constants}
-        return run(self._method, self._layer, base, input, p, *args, training=self.training, **kwargs)
+        return {**parameters, **self._constants}
+
+    def _handed_out(self, name: str) -> Tensor | None:
+        """The adapted tensor, for an owner that reads it and multiplies by itself."""
+        base = self._layer.base_tensors(self._modules[BASE])  # type: ignore[arg-type]
+        if self._rows is not None:
+            return base.get(name)
+        return self._method.adapt_tensors(base, self._present(), self._layer, training=self.training).get(name)
 
     def __getattr__(self, name: str) -> Any:
         """Registered names first, then the base layer's: code that peeks at ``weight`` or ``in_features`` finds them."""
@@ -109,6 +122,8 @@ class Adapted(nn.Module):
                 return tables[table][name]
         if name.startswith("__") or "_modules" not in tables or BASE not in tables["_modules"]:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if name in ("weight", "bias") and tables["_layer"].is_read:
+            return self._handed_out(name)
         return getattr(tables["_modules"][BASE], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,7 +148,8 @@ class Adapted(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         """Keys of the model before attaching are the base layer's; values are copied, so that the Parameters stay tied."""
-        for name in self.base_layer.state_dict(keep_vars=True):
+        for inner in self.base_layer.state_dict(keep_vars=True):
+            name = inner.replace(f"{BASE}.", "")  # an adapted layer inside moves its own keys further
             plain, moved = f"{prefix}{name}", f"{prefix}{BASE}.{name}"
             if plain in state_dict and moved not in state_dict and name not in self._parameters:
                 state_dict[moved] = state_dict.pop(plain)
@@ -161,7 +177,7 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
     """The input with one row an adapter; positions, the same for every row, come as a single one."""
     if layer.kind == "embedding" and (x.dim() < 2 or x.shape[0] == 1):
         return x.expand(num_rows, *x.shape[-1:])
-    fits = x.dim() > 0 and x.shape[0] == num_rows
+    fits = x.dim() > layer.batch_axis and x.shape[layer.batch_axis] == num_rows
     if torch.compiler.is_compiling():  # our own exceptions can't be made inside a graph
         torch._check(fits, lambda: _OTHER_ROWS)  # type: ignore[no-untyped-call]
     elif not fits:

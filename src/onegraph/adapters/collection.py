@@ -108,14 +108,14 @@ class Adapters(AdapterValues):
             for layer in self.layers.values():
                 layer.assign_rows(None)
             return
-        records = [None if name is None else self._records.get(name) for name in self._rows]
+        records, batch = [None if name is None else self._records.get(name) for name in self._rows], object()
         for path, layer in self.layers.items():
             assigned: dict[Method, tuple[Tensor, set[int]]] = {}
             for structure, slots in layer.structures.items():
                 numbers = [0 if r is None or r.structures.get(path) != structure else r.slots[structure] for r in records]
                 # A tensor for each layer: a graph depends on which of its inputs are the same one.
                 assigned[structure] = (torch.tensor(numbers, device=slots.device), set(numbers) - {0})
-            layer.assign_rows(assigned)
+            layer.assign_rows(assigned, batch)
 
     def scale(self, name: str, factor: float) -> None:
         """Let an adapter act with ``factor`` times the strength it was trained with; 1 puts it back.

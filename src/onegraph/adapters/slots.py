@@ -98,10 +98,10 @@ class Slots:
         self.dtype = dtype
         self.device = device
         self.block = self._allocate(num_slots, rank, settings)
-        self.row_slots: AbstractSet[int] = frozenset()
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
+        self._batch: object = None
         self._leaves: dict[str, Tensor] = {}
-        self._rows_ended = False
+        self._row_parameters: dict[int, dict[str, nn.Parameter]] = {}
         for slot in range(num_slots):
             self.reset(slot)
 
@@ -149,16 +149,17 @@ class Slots:
         """Set a setting in place: a compiled graph reads the new value."""
         self.block.setting(setting, slot).fill_(value)
 
-    def rows(self, index: Tensor, slots: AbstractSet[int]) -> Rows:
+    def rows(self, index: Tensor, slots: AbstractSet[int], batch: object) -> Rows:
         """What a batch with an adapter a row reads: the memory of all slots, and the slot of each row.
 
         Args:
             index: (B,) int64, the slot of each row.
             slots: Those in it that are adapters; a backward pass gives their Parameters the gradients.
+            batch: The same object for all layers of a batch. Each batch has leaves of its own, which know whom they are for.
         """
-        if self._rows_ended:
-            self.row_slots, self._rows_ended = frozenset(), False
-        self.row_slots = self.row_slots | slots
+        if batch is not self._batch:
+            self._batch, self._leaves, self._row_parameters = batch, {}, {}
+        self._row_parameters |= {slot: self.parameters(slot) for slot in slots}
         return Rows(index, {name: self._leaf(name) for name in self.block.memory}, self.block.shapes, self.block.settings_memory)
 
     def stacked(self, name: str) -> Tensor:
@@ -171,28 +172,16 @@ class Slots:
         if name not in self._leaves:
             leaf = self.block.memory[name].detach()
             if self.specs(self.rank)[name].trained:
-                leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._share_out, name))  # type: ignore[no-untyped-call]
+                share_out = partial(_share_out, name, self._row_parameters, self.block.shapes[name])
+                leaf.requires_grad_().register_post_accumulate_grad_hook(share_out)  # type: ignore[no-untyped-call]
             self._leaves[name] = leaf
         return self._leaves[name]
-
-    def _share_out(self, name: str, leaf: Tensor) -> None:
-        """Hand the gradient of all slots on to the Parameters of those that were in the batch."""
-        gradient, leaf.grad = leaf.grad, None
-        self._rows_ended = True
-        if gradient is None:
-            return
-        shape = self.block.shapes[name]
-        for slot in self.row_slots:
-            parameter = self.parameters(slot)[name]
-            own = gradient[slot, : math.prod(shape)].view(shape)
-            parameter.grad = own.clone() if parameter.grad is None else parameter.grad.add_(own)
 
     @torch.no_grad()
     def reset(self, slot: int) -> None:
         """Make a slot the identity. Whoever still holds its Parameters keeps a copy that nothing reads any more."""
         for parameter in self._parameters.pop(slot, {}).values():
             parameter.data = parameter.data.clone()
-        self.row_slots = self.row_slots - {slot}
         self._clear(slot)
         for name in self.block.settings_memory:
             self.block.setting(name, slot).zero_()
@@ -237,7 +226,7 @@ class Slots:
         """
         before = next(iter(self.block.memory.values())).device.type
         self.block = block
-        self._leaves = {}
+        self._batch = None
         if "meta" in {before, self.device.type} and before != self.device.type:
             self._parameters.clear()
         for slot, tied in self._parameters.items():
@@ -281,7 +270,7 @@ class Slots:
 
     def __getstate__(self) -> dict[str, Any]:
         """Storage only: copies and pickles tie their own Parameters to it."""
-        return {**self.__dict__, "_parameters": {}, "_leaves": {}}
+        return {**self.__dict__, "_parameters": {}, "_batch": None, "_leaves": {}, "_row_parameters": {}}
 
 
 def _zeros(num_slots: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -318,6 +307,17 @@ def _fill(padded: Tensor, spec: ParameterSpec, value: Tensor) -> None:
 def _split(tensor: Tensor, axis: int, blocks: int) -> Tensor:
     """One axis as two: blocks, and places within a block."""
     return tensor.view(*tensor.shape[:axis], blocks, -1, *tensor.shape[axis + 1 :])
+
+
+def _share_out(name: str, parameters: Mapping[int, Mapping[str, nn.Parameter]], shape: tuple[int, ...], leaf: Tensor) -> None:
+    """Hand the gradient of all slots on to the Parameters of those that were in the batch."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return
+    for slot, own in parameters.items():
+        parameter, part = own[name], gradient[slot, : math.prod(shape)].view(shape)
+        if parameter.shape == part.shape:  # it has another one where the capacity grew meanwhile
+            parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
 
 def _forget_gradient(parameter: Tensor) -> None:
