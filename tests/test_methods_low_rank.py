@@ -361,7 +361,7 @@ def test_dora_keeps_small_changes_of_the_magnitude_in_bfloat16() -> None:
     x = torch.randn(256, 64).bfloat16()
     y = module(x)
     exact = (y.double() * 1.0035).bfloat16()
-    assert (run(method, layer, module, x, p, training=False) == exact).double().mean() > 0.99
+    assert (run(method, layer, module, x, p, training=False) == exact).double().mean() > 0.97
     assert (y * torch.tensor(1.0035).bfloat16() == exact).double().mean() < 0.5
 
 

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from onegraph.methods import LoRA as LoRA
     from onegraph.methods import MiSS as MiSS
     from onegraph.methods import NormTuning as NormTuning
+    from onegraph.methods import RankAllocator as RankAllocator
     from onegraph.methods import VBLoRA as VBLoRA
     from onegraph.methods import VeRA as VeRA
+    from onegraph.methods import orthogonality as orthogonality
+    from onegraph.methods import rank_masks as rank_masks
 
 __version__ = "0.1.0"
 
@@ -48,6 +51,7 @@ _PUBLIC = {
     "MiSS": "onegraph.methods",
     "NormTuning": "onegraph.methods",
     "OFT": "onegraph.methods",
+    "RankAllocator": "onegraph.methods",
     "VBLoRA": "onegraph.methods",
     "VeRA": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
@@ -55,6 +59,8 @@ _PUBLIC = {
     "check": "onegraph.checking",
     "compile": "onegraph.compiling",
     "load": "onegraph.checkpoint",
+    "orthogonality": "onegraph.methods",
+    "rank_masks": "onegraph.methods",
     "save": "onegraph.checkpoint",
 }
 _ROOMS = ("errors",)
@@ -74,6 +80,7 @@ __all__ = [
     "LoRA",
     "MiSS",
     "NormTuning",
+    "RankAllocator",
     "VBLoRA",
     "VeRA",
     "adapters_of",
@@ -82,6 +89,8 @@ __all__ = [
     "compile",
     "errors",
     "load",
+    "orthogonality",
+    "rank_masks",
     "save",
 ]
 
