@@ -23,10 +23,10 @@ def run(
         p: Parameters, shared parameters and settings.
         training: Whether dropouts draw.
     """
-    if not method.beside(layer):
+    if layer.by_weight or not method.beside(layer):
         return layer.call(module, method.adapt_tensors(layer.base_tensors(module), p, layer, training=training), x, *args, **kwargs)
     x = method.before(x, p, layer, training=training)
-    y = module(x, *args, **kwargs)
+    y = layer.forward(module, x, *args, **kwargs)
     base = layer.base_tensors(module) if method.reads_base else None
     return method.after(x, y, p, layer, training=training, base=base)
 
@@ -50,6 +50,16 @@ def run_rows(
         x: Its input (B, ...).
         training: Whether dropouts draw.
     """
+    if layer.by_weight:
+        own = layer.base_tensors(module)
+
+        def all_adapted(*all_p: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            tensors = own
+            for (method, _), p in zip(methods, all_p):
+                tensors = method.adapt_tensors(tensors, p, layer, training=training)
+            return tensors
+
+        return layer.call_rows(module, all_adapted, [p for _, p in methods], x, *args, **kwargs)
     by_weight = [(method, p) for method, p in methods if not method.beside(layer)]
     beside = [(method, p) for method, p in methods if method.beside(layer)]
     base = layer.base_tensors(module) if by_weight or any(method.reads_base for method, _ in beside) else None
@@ -68,7 +78,7 @@ def run_rows(
 
         y = _each_row(adapted, x, *(p for _, p in by_weight))
     else:
-        y = module(x.squeeze(1), *args, **kwargs).unsqueeze(1)
+        y = layer.forward(module, x.squeeze(1), *args, **kwargs).unsqueeze(1)
     for method, p in beside:
         y = _each_row(lambda x, y, p, method=method: method.after(x, y, p, layer, training=training, base=base), x, y, p)
     return y.squeeze(1)

@@ -41,7 +41,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def places(model: nn.Module) -> list[Place]:
-    """Every module below the model in order of first appearance; adapted layers are not entered."""
+    """Every module below the model in order of first appearance; of an adapted layer only what is inside its base layer."""
     found: dict[int, Place] = {}
     for path, parent, name, module in _walk(unwrapped(model), ""):
         place = found.setdefault(id(module), Place(module))
@@ -59,7 +59,7 @@ def plain_name(name: str) -> str:
 
 def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     if isinstance(module, Adapted):
-        return
+        module = module.base_layer
     for name, child in module._modules.items():
         if child is None:
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from onegraph.layers.attention import AttentionLayer, ReadLinearLayer, describe_attention, refusal_of_attention
 from onegraph.layers.base import Layer, ProductLayer
 from onegraph.layers.conv import ConvLayer, describe_conv
 from onegraph.layers.embedding import EmbeddingLayer, describe_embedding
@@ -15,6 +16,7 @@ from onegraph.layers.norm import NormLayer, describe_norm
 
 __all__ = [
     "KINDS",
+    "AttentionLayer",
     "ConvLayer",
     "EmbeddingLayer",
     "Layer",
@@ -22,13 +24,21 @@ __all__ = [
     "ModuleLayer",
     "NormLayer",
     "ProductLayer",
+    "ReadLinearLayer",
     "describe",
     "describe_any",
+    "refusal",
 ]
 
-_DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (describe_linear, describe_conv, describe_embedding, describe_norm)
+_DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (
+    describe_attention,
+    describe_linear,
+    describe_conv,
+    describe_embedding,
+    describe_norm,
+)
 
-KINDS = "Linear, Conv1d, Conv2d, Conv3d, Embedding, Conv1D of transformers, norms"
+KINDS = "Linear, Conv1d, Conv2d, Conv3d, Embedding, MultiheadAttention, Conv1D of transformers, norms"
 """The modules that can be adapted, as messages name them."""
 
 
@@ -40,3 +50,8 @@ def describe(module: nn.Module) -> Layer | None:
 def describe_any(module: nn.Module) -> Layer | None:
     """Read what a module is, any module with parameters of its own and nothing inside included: for methods of the kind "module"."""
     return describe(module) or describe_module(module)
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a module of a kind that can be adapted can't be, being what it is; None where nothing special is known."""
+    return refusal_of_attention(module)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -36,6 +37,14 @@ class Layer(ABC):
     """
 
     kind: ClassVar[str]
+    by_weight: ClassVar[bool] = False
+    """Whether it only ever runs with other tensors in place of its own: nothing can be put beside its product."""
+    is_read: ClassVar[bool] = False
+    """Whether its owner reads ``weight`` and ``bias`` and multiplies by itself: the adapted layer hands out adapted ones."""
+    takes_rows: ClassVar[bool] = True
+    """Whether it can run with an adapter for every row of the batch."""
+    input_name: ClassVar[str] = "input"
+    """What its first argument is called, for callers that name it."""
 
     in_features: int
     out_features: int
@@ -71,12 +80,55 @@ class Layer(ABC):
         own = {name: value for name in ("weight", "bias") if isinstance(value := getattr(module, name, None), Tensor)}
         return {**own, "weight": self.canonical(own["weight"])}
 
+    def attribute(self, name: str) -> str:
+        """What the module calls the tensor that ``base_tensors`` calls ``name``."""
+        return name
+
+    def weight_parameter(self, module: nn.Module, merged: Tensor) -> nn.Parameter:
+        """What hangs in the module for a new weight, canonical and in any precision: of the stored weight's dtype and layout.
+
+        Raises:
+            TargetError: ``quantised-merge`` where the module can't hold it.
+        """
+        present = module._parameters[self.attribute("weight")]
+        assert present is not None
+        return nn.Parameter(torch.empty_like(present.detach()).copy_(self.stored(merged)), requires_grad=False)
+
+    def settle(self, module: nn.Module) -> None:
+        """Bring what a module keeps between calls into the form that ``forward`` reads, once, before it is adapted."""
+
+    def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as it is."""
+        return module(x, *args, **kwargs)
+
     def call(self, module: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run the module with other tensors (canonical, named as ``base_tensors`` names them) in place of its own."""
         own = {**tensors, "weight": self.stored(tensors["weight"])}
         extra = None if self.has_bias else own.pop("bias", None)
         y: Tensor = functional_call(module, own, args, kwargs)
         return y if extra is None else y + self.per_channel(extra).to(y.dtype)
+
+    def call_rows(
+        self,
+        module: nn.Module,
+        adapted: Callable[..., Mapping[str, Tensor]],
+        rows: Sequence[Mapping[str, Tensor]],
+        x: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module with other tensors for every row of the batch; for kinds that are ``by_weight``.
+
+        Args:
+            adapted: From the tensors of one row, in each method, to those of the layer.
+            rows: These, with a leading row axis, for each method.
+        """
+        self._lacks("run with an adapter for every row")
+
+    @property
+    def batch_axis(self) -> int:
+        """The axis of the input that holds the batch."""
+        return 0
 
     @property
     def channel_axis(self) -> int:
