@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onegraph.adapters.plan import Plan
 from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nearest
+from onegraph.layers import Layer
 from onegraph.methods import Method, ParameterSpec
 
 
@@ -128,3 +129,21 @@ def merged_error(what: str, merged: Collection[str]) -> OnegraphError:
         hint="unmerge() first",
         code="merged",
     )
+
+
+def no_rows_error(path: str) -> OnegraphError:
+    """The error for rows on a layer that its owner reads as one weight."""
+    return AdapterError(
+        f"{path} can't have an adapter for every row",
+        why="It is never called: nn.MultiheadAttention reads its weight, one for the whole batch.",
+        hint="leave it out with exclude= in the adapters that rows() names, or run one adapter at a time",
+        code="rows-unsupported",
+    )
+
+
+def unhonoured_dropout(method: Method, layer: Layer) -> str | None:
+    """Why a layer that only runs by its weight can't take a method with these dropouts; None when it can."""
+    dropouts = sorted(name for name in method.settings(layer).keys() & method.random_settings if method.settings(layer)[name])
+    if not layer.by_weight or not dropouts or not method.beside(layer):
+        return None
+    return f"it has no activations of its own to drop: {', '.join(dropouts)} can't act there"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.adding import prepare
-from onegraph.adapters.checks import check_finite, check_name, check_rows, merged_error
+from onegraph.adapters.checks import check_finite, check_name, check_rows, merged_error, no_rows_error
 from onegraph.adapters.files import file_functions
 from onegraph.adapters.graphs import Graphs
 from onegraph.adapters.growth import grow
@@ -115,6 +115,8 @@ class Adapters(AdapterValues):
                 numbers = [0 if r is None or r.structures.get(path) != structure else r.slots[structure] for r in records]
                 # A tensor for each layer: a graph depends on which of its inputs are the same one.
                 assigned[structure] = (torch.tensor(numbers, device=slots.device), set(numbers) - {0})
+            if not layer.layer.takes_rows and any(slots for _, slots in assigned.values()):
+                raise no_rows_error(path)
             layer.assign_rows(assigned, batch)
 
     def scale(self, name: str, factor: float) -> None:

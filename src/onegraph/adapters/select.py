@@ -9,10 +9,11 @@ from dataclasses import replace
 from torch import nn
 
 from onegraph.adapters.adapted import Adapted
+from onegraph.adapters.checks import unhonoured_dropout
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.walk import Place, places, unwrapped
 from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, TargetError, nearest
-from onegraph.layers import KINDS, Layer, describe, describe_any
+from onegraph.layers import KINDS, Layer, describe, describe_any, refusal
 from onegraph.methods import Method
 
 Targets = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -67,10 +68,11 @@ def select(
             continue
         layer = _described(place.module, own)
         reason = f"only layers of these kinds can be adapted, where they run their own forward: {KINDS}"
-        if layer is not None and (found := own.check(layer)) is None:
+        known = refusal(_plain(place.module)) if layer is None else own.check(layer) or unhonoured_dropout(own, layer)
+        if layer is not None and known is None:
             entries.append(PlanEntry(place.path, layer, own))
         else:
-            refused.setdefault((own.name, reason if layer is None else str(found)), []).append(place)
+            refused.setdefault((own.name, known or reason), []).append(place)
     problems += [_unsupported(name, reason, places) for (name, reason), places in refused.items()]
     if not problems:
         paths = [entry.path for entry in entries]
