@@ -136,17 +136,17 @@ class Held:
     settings: dict[str, dict[str, float]] = field(default_factory=dict)  # path -> setting -> value
 
 
-class Failure(AssertionError):
+class MismatchError(AssertionError):
     """Something isn't as the bookkeeping says."""
 
 
 def require(condition: bool, message: str) -> None:
     if not condition:
-        raise Failure(message)
+        raise MismatchError(message)
 
 
 def close(found: Tensor, expected: Tensor, what: str, tolerance: float = 2e-5) -> None:
-    error = float((found - expected).abs().max()) if found.numel() else 0.0
+    error = float((found - expected).detach().abs().max()) if found.numel() else 0.0
     limit = tolerance * max(1.0, float(expected.abs().max()))
     require(error <= limit, f"{what}: off by {error:.2e}, {limit:.1e} is allowed")
 
