@@ -186,7 +186,7 @@ class LoKr(Method):
         first = _first(p) * dropped_scale(p, training=training)
         if isinstance(layer, EmbeddingLayer):
             return y + self._dropped(_looked_up(x, first, p, layer), p, layer, training=training).to(y.dtype)
-        h = (_mixed_maps if layer.kind == "conv" else _mixed_rows)(x, first, p, layer)
+        h = _mixed(x, first, p, layer)
         _, up = _second_factors(p)
         if up is not None:
             up = up.reshape(*up.shape, *(1 for _ in layer.kernel_size))
@@ -230,27 +230,20 @@ def _second_factors(p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     return down, p["second_up"]
 
 
-def _mixed_rows(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
-    """From x (..., M N) to (T L, Q). Two-operand products of matrices only: others are worse compiled, or as many small ones."""
-    down, _ = _second_factors(p)
-    (num_out, num_in), num_between = first.shape, down.shape[0]
-    h = functional.linear(x.reshape(-1, down.shape[1]), down.to(x.dtype))  # (T M, Q)
-    h = h.reshape(-1, num_in, num_between).transpose(1, 2).reshape(-1, num_in)
-    h = functional.linear(h, first.to(h.dtype))  # (T Q, L)
-    return h.reshape(-1, num_between, num_out).transpose(1, 2).reshape(-1, num_between)
+def _mixed(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+    """From x (..., M N) to (T L, Q), or (B, M N, *space) to (B L, Q, *space'): the layer's own operation on parts of N features.
 
-
-def _mixed_maps(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:
-    """From x (..., M N, *space) to (B L, Q, *space'): the layer's own operation on M times as many maps of N channels."""
+    Products of two operands only: a product of three is split anew for every length. F mixes by a batched product, for which nothing
+    has to be turned round.
+    """
     down, _ = _second_factors(p)
-    (num_out, num_in), num_axes = first.shape, len(layer.kernel_size)
-    num_channels = layer.in_features // num_in
-    maps = x.reshape(-1, num_channels, *x.shape[-num_axes:])
-    h = layer.project(maps, down.reshape(-1, num_channels, *layer.kernel_size))
+    num_out, num_in = first.shape
+    num_features, axes = layer.in_features // num_in, len(layer.kernel_size)
+    parts = x.reshape(-1, num_features, *x.shape[x.dim() - axes :])
+    h = layer.project(parts, down.reshape(-1, num_features, *layer.kernel_size))
     shape = h.shape[1:]
-    h = h.reshape(-1, num_in, math.prod(shape))  # (B, M, Q space')
-    h = torch.bmm(first.to(h.dtype).expand(h.shape[0], num_out, num_in), h)
-    return h.reshape(-1, *shape)
+    h = h.reshape(-1, num_in, math.prod(shape))
+    return torch.bmm(first.to(h.dtype).expand(h.shape[0], num_out, num_in), h).reshape(-1, *shape)
 
 
 def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: EmbeddingLayer) -> Tensor:
