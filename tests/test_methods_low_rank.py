@@ -402,6 +402,24 @@ def test_adalora_keeps_its_strength_when_triplets_are_cut_away() -> None:
     assert cut.structure() == whole.structure()
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_adalora_s_weighted_sum_is_one_of_more_triplets(kind: str) -> None:
+    method, module, layer, _, p = built(AdaLoRA(rank=3, alpha=6), kind)
+    other = AdaLoRA(rank=5, alpha=2)
+    tensors = [p, drawn(other, layer), {}]
+    weight = layer.base_tensors(module)["weight"]
+    found = AdaLoRA.concatenated([method, other, other], tensors, [0.7, -1.5, 0.0], layer)
+    assert found is not None
+    assert found[0] == AdaLoRA(rank=8)
+    changes = [own.adapt(weight, q, layer) - weight for own, q in zip((method, other), tensors)]
+    settings = {name: torch.tensor(value, dtype=torch.float64) for name, value in found[0].settings(layer).items()}
+    whole = found[0].adapt(weight, {**found[1], **settings}, layer) - weight
+    torch.testing.assert_close(whole, 0.7 * changes[0] - 1.5 * changes[1], rtol=1e-11, atol=1e-11)
+    nothing = AdaLoRA.concatenated([method], [p], [0.0], layer)
+    assert nothing is not None
+    assert not nothing[1]["singular"].any()
+
+
 def test_adalora_starts_small() -> None:
     layer = described(nn.Linear(400, 300))
     start = AdaLoRA(rank=8).initial(layer, torch.zeros(300, 400), torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -107,6 +107,20 @@ class AdaLoRA(Method):
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W + s U diag(e) D."""
         return (weight + layer.compose(p["down"], _scaled_up(p, layer))).to(weight.dtype)
+
+    @classmethod
+    def concatenated(
+        cls, methods: Sequence[Method], tensors: Sequence[Mapping[str, Tensor]], weights: Sequence[float], layer: Layer
+    ) -> tuple[Method, dict[str, Tensor]] | None:
+        """All triplets beside each other: the ranks add up, and the strengths are in the singular values. It has no dropout."""
+        present = [(p, weight * p["scale"]) for p, weight in zip(tensors, weights) if weight]
+        present = present or [(tensors[0], 0 * tensors[0]["scale"])]  # a rank is at least 1
+        method = cls(rank=sum(len(p["singular"]) for p, _ in present))
+        return method, {
+            "down": torch.cat([p["down"] for p, _ in present]),
+            "up": torch.cat([p["up"] for p, _ in present], dim=1),
+            "singular": torch.cat([p["singular"] * size for p, size in present]) / method.scale,
+        }
 
     def check(self, layer: Layer) -> str | None:
         """Not with groups: a triplet is one of the whole weight."""
