@@ -52,7 +52,7 @@ def write_bytes(data: bytes, path: Path) -> None:
 
 
 def cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, where: str) -> dict[str, torch.Tensor]:
-    """The tensors in ``dtype``, checked to be finite before and after.
+    """The tensors in ``dtype`` (whole numbers stay as they are), checked to be finite before and after.
 
     Raises:
         NumericsError: ``not-finite`` for NaN or infinity in the weights, ``overflow`` where only the cast makes them infinite.
@@ -66,7 +66,7 @@ def cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, where: 
         )
     if dtype is None:
         return dict(tensors)
-    after = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    after = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     overflown = sorted(name for name, tensor in after.items() if not is_finite(tensor))
     if overflown:
         raise NumericsError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,10 @@ class AdapterFile:
             that stands for it in the file -> parameter -> tensor, and ``"alpha"`` -> number. Under the path ``""``: shared tensors.
         methods: Part -> the same module keys -> the method with that layer's rank and alpha.
         config: ``adapter_config.json``, or the record of a native file; ``{}`` for formats without one.
-        base_weights: Weights of the base model that the file carries too (targeted embeddings), by their name in the model.
+        base_weights: Weights of the base model that the file carries too, by their name in the model: modules and biases trained
+            whole, targeted embeddings.
+        trained: Those of them that the adapter trains even where they are still the model's own.
+        rewrites: Module path -> from its canonical weight to the one with the adapter, for layers that can't take its method.
     """
 
     path: Path
@@ -41,6 +44,8 @@ class AdapterFile:
     methods: dict[str, dict[str, Method]]
     config: dict[str, object] = field(default_factory=dict)
     base_weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    rewrites: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         layers = ", ".join(f"{part or 'model'}: {len(layers)} layers" for part, layers in self.methods.items())

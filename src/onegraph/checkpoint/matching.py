@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,13 @@ from torch import nn
 
 from onegraph.adapters import Adapted
 from onegraph.adapters.walk import places, unwrapped
+from onegraph.checkpoint.base_weights import tuned_layers
 from onegraph.checkpoint.detection import family_of_model, likely_family
 from onegraph.checkpoint.dialects import kohya
-from onegraph.checkpoint.file import AdapterFile, tensors_of
+from onegraph.checkpoint.file import SHARED, AdapterFile, Weights, tensors_of
 from onegraph.checkpoint.keys import first_ten, match_paths
 from onegraph.errors import CheckpointError
-from onegraph.layers import KINDS, Layer, describe
+from onegraph.layers import KINDS, Layer, describe_any
 from onegraph.methods import Method
 
 _TEXT_LEVEL = "text_model."
@@ -44,7 +45,7 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
 
     Raises:
         CheckpointError: ``adapter-part``, ``adapter-architecture`` with the first ten modules the model doesn't have, ``adapter-shape``,
-            or ``adapter-base-weights`` where the file changes weights of the base model.
+            or ``adapter-base-weights`` where the file changes weights of the base model in a way that no adapter can.
     """
     layers, canonical = _layers(model)
     if part is not None and part not in file.parts:
@@ -54,11 +55,12 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
     located = {candidate: _located(file, candidate, layers) for candidate in candidates}
     best = max(candidates, key=lambda candidate: _num_fitting(file, candidate, located[candidate], layers))
     found = located[best]
-    keys = file.parts[best]
+    keys = _layers_in(file, best)
     if len(found) < len(keys):
         raise _other_architecture(file, model, keys.keys() - found.keys(), len(keys))
     methods: dict[str, Method] = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
+    rewritten: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     problems = []
     for key, weights in keys.items():
         path = canonical[found[key]]
@@ -66,6 +68,9 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
         if path in methods:
             problems.append(f"{key}: a second adapter for the layer {path}")
         refusal = method.check(layers[path])
+        if refusal is not None and key in file.rewrites:
+            rewritten[path] = file.rewrites[key]
+            continue
         if refusal is not None:
             problems.append(f"{path}: {refusal}")
             continue
@@ -74,8 +79,12 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
         problems += wrong
     if problems:
         raise _other_shapes(file, model, problems, len(keys))
-    _check_base_weights(file, model)
-    return Placement(methods, tensors)
+    tuned = tuned_layers(file, model, methods, rewritten)
+    methods |= tuned.methods
+    tensors |= tuned.tensors
+    methods = _settled(methods, layers)
+    shared = _shared(file, methods, tensors_of(file.parts[best].get(SHARED, {})))
+    return Placement(methods, {**tensors, **({SHARED: shared} if shared else {})})
 
 
 def _layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
@@ -84,16 +93,53 @@ def _layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
     canonical: dict[str, str] = {}
     for place in places(model):
         module = place.module
-        layer = module.layer if isinstance(module, Adapted) else describe(module)
+        layer = module.layer if isinstance(module, Adapted) else describe_any(module)
         if layer is not None:
             found |= dict.fromkeys(place.paths, layer)
             canonical |= dict.fromkeys(place.paths, place.path)
     return found, canonical
 
 
+def _layers_in(file: AdapterFile, part: str) -> dict[str, Weights]:
+    """A part without the tensors that belong to no layer."""
+    return {key: weights for key, weights in file.parts[part].items() if key != SHARED}
+
+
+def _settled(methods: Mapping[str, Method], layers: Mapping[str, Layer]) -> dict[str, Method]:
+    """The methods as they are once attached: with the fields filled in that their layers decide together."""
+    together: dict[Method, list[Layer]] = {}
+    for path, method in methods.items():
+        together.setdefault(method.structure(), []).append(layers[path])
+    return {path: method.settled(layers[path], together[method.structure()]) for path, method in methods.items()}
+
+
+def _shared(file: AdapterFile, methods: Mapping[str, Method], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that all layers have in common; those that are never trained can be drawn again where the file has none.
+
+    Raises:
+        CheckpointError: ``adapter-incomplete``, ``adapter-shape``.
+    """
+    wanted = {name: (method, spec) for method in methods.values() for name, spec in method.shared_parameters().items()}
+    drawn = {name: method.initial_shared(None)[name] for name, (method, spec) in wanted.items() if name not in given and not spec.trained}
+    found = {**given, **drawn}
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise CheckpointError(
+            f"{file.path} has no {', '.join(missing)}, which all its layers need.",
+            hint="The file is damaged; download it or train it again.",
+            code="adapter-incomplete",
+        )
+    if wrong := [name for name, (_, spec) in wanted.items() if tuple(found[name].shape) != tuple(spec.shape)]:
+        raise CheckpointError(
+            f"{wrong[0]} in {file.path} is {tuple(found[wrong[0]].shape)}, its layers need {tuple(wanted[wrong[0]][1].shape)}.",
+            hint="Use the configuration that was saved with these weights.",
+            code="adapter-shape",
+        )
+    return {name: found[name] for name in wanted}
+
+
 def _located(file: AdapterFile, part: str, layers: Mapping[str, Layer]) -> dict[str, str]:
     """Key of the file -> path of the model, for the keys that name a layer."""
-    keys = file.parts[part]
+    keys = _layers_in(file, part)
     if file.format == "kohya":
         table = kohya.paths_by_key(part, layers)
         return {key: table[key] for key in keys if key in table}
@@ -107,7 +153,7 @@ def _located(file: AdapterFile, part: str, layers: Mapping[str, Layer]) -> dict[
 
 def _num_fitting(file: AdapterFile, part: str, located: Mapping[str, str], layers: Mapping[str, Layer]) -> int:
     """How many layers of a part are in the model with the right shapes: two text encoders have the same names."""
-    methods, keys = file.methods[part], file.parts[part]
+    methods, keys = file.methods[part], _layers_in(file, part)
     return sum(not _shaped(path, tensors_of(keys[key]), methods[key], layers[path])[1] for key, path in located.items())
 
 
@@ -131,32 +177,6 @@ def _without_trailing_ones(shape: Iterable[int]) -> tuple[int, ...]:
     while sizes and sizes[-1] == 1:
         sizes.pop()
     return tuple(sizes)
-
-
-def _check_base_weights(file: AdapterFile, model: nn.Module) -> None:
-    """Weights of the base model in the file are fine where they are those that the model has."""
-    if not file.base_weights:
-        return
-    modules = {path: place.module for place in places(model) for path in place.paths}
-    paths = match_paths({name.rpartition(".")[0] for name in file.base_weights}, modules.keys())
-    differing = []
-    for name, tensor in file.base_weights.items():
-        path, _, leaf = name.rpartition(".")
-        module = modules.get(paths.get(path, ""))
-        own = getattr(module, leaf, None)
-        if not isinstance(own, torch.Tensor) or own.shape != tensor.shape or not _equal(own.detach().cpu(), tensor):
-            differing.append(name)
-    if differing:
-        raise CheckpointError(
-            f"{file.path} changes {len(differing)} weights of the base model itself.",
-            why=f"An adapter is loaded without touching the base model; these differ from the model's own:\n{first_ten(differing)}",
-            hint="They come from modules_to_save, trained biases or a resized vocabulary: copy them into the model first, then load.",
-            code="adapter-base-weights",
-        )
-
-
-def _equal(own: torch.Tensor, saved: torch.Tensor) -> bool:
-    return torch.equal(own.to(saved.dtype), saved) or torch.equal(own, saved.to(own.dtype))
 
 
 def _other_architecture(file: AdapterFile, model: nn.Module, missing: Iterable[str], num_layers: int) -> CheckpointError:

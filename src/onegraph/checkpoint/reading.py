@@ -80,7 +80,17 @@ def _peft(container: Container, config_path: Path, path: Path) -> AdapterFile:
     config = peft_config.read_config(config_path)
     form = peft_config.form_of(config, config_path)
     parsed = peft.parse(container.tensors, form, peft_config.checked(config, form, config_path), path)
-    return AdapterFile(path, "peft", container.metadata, {"": parsed.weights}, {"": parsed.methods}, config, parsed.base_weights)
+    return AdapterFile(
+        path,
+        "peft",
+        container.metadata,
+        {"": parsed.weights},
+        {"": parsed.methods},
+        config,
+        parsed.base_weights,
+        parsed.trained,
+        parsed.rewrites,
+    )
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:

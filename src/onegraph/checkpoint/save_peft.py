@@ -17,8 +17,8 @@ from onegraph.checkpoint.container import cast, serialise, write_bytes
 from onegraph.checkpoint.contents import Contents, chosen_name, contents
 from onegraph.checkpoint.dialects import peft, peft_config
 from onegraph.checkpoint.dialects.peft_methods import FORMS
-from onegraph.checkpoint.dialects.peft_methods.form import PeftForm, Written
-from onegraph.checkpoint.keys import file_paths, targets_of
+from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Written, class_of
+from onegraph.checkpoint.keys import file_paths, first_ten, targets_of
 from onegraph.checkpoint.origin import remembered
 from onegraph.errors import CheckpointError
 from onegraph.layers import LinearLayer
@@ -40,7 +40,7 @@ def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.d
         flat = {
             peft.key_of(path, ending): tensor
             for path, method in whole.methods.items()
-            for ending, tensor in form.write(method, found.tensors[path], found.layers[path]).items()
+            for ending, tensor in form.write(Layered(method, whole.own.get(path, found.tensors[path]), found.layers[path], config)).items()
         }
         flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
         flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
@@ -68,21 +68,31 @@ def peft_config_of(
     """
     given = dict(fields or {})
     form = _form_of(found.methods)
-    whole = whole_weights(adapters, found, form)
+    whole = whole_weights(adapters, found, form, given)
+    given |= {name: value for name, value in whole.fields.items() if name in given}
     layers = {path: found.layers[path] for path in whole.methods}
     tensors = {path: found.tensors[path] for path in whole.methods}
     everywhere = file_paths(adapters.model, [place.path for place in places(adapters.model)]).values()
-    own: dict[str, object] = {"target_modules": targets_of(whole.methods, everywhere), **whole.fields}
+    if elsewhere := sorted(f"{path} ({class_of(layer)})" for path, layer in layers.items() if class_of(layer) not in form.takes):
+        raise CheckpointError(
+            f"PEFT's {form.peft_type} is for {', '.join(sorted(form.takes))}; {len(elsewhere)} layers of this adapter are something else.",
+            why=f"They are:\n{first_ten(elsewhere)}",
+            hint="Save it with format='native'.",
+            code="adapter-unsupported",
+        )
+    targets = targets_of(whole.methods, everywhere)
+    own: dict[str, object] = {"target_modules": targets, **whole.fields}
     if "fan_in_fan_out" in form.fields:
         own["fan_in_fan_out"] = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
-    own |= form.config(Written(whole.methods, layers, tensors, found.shared, given))
+    own |= form.config(Written(whole.methods, layers, tensors, targets, given))
     return form, {**form.defaults, **own, **given}, whole
 
 
 def _form_of(methods: Mapping[str, Method]) -> PeftForm:
     """The form that most layers are of; the others have to be what any folder can hold beside it."""
     fits = {form.peft_type: sum(isinstance(method, form.methods) for method in methods.values()) for form in FORMS.values()}
-    best = max(fits, key=lambda peft_type: fits[peft_type])
+    # Norms stand beside any method, and by themselves only where there is none.
+    best = max(fits, key=lambda peft_type: (fits[peft_type] > 0, not FORMS[peft_type].whole, fits[peft_type]))
     if not fits[best]:
         names = ", ".join(sorted({method.name for method in methods.values()}))
         raise CheckpointError(

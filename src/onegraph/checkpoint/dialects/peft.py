@@ -11,10 +11,10 @@ import torch
 
 from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.checkpoint.dialects.peft_methods.fields import Config
-from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, IncompleteError, PeftForm, Read
+from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, IncompleteError, PeftForm, Read, Rewrite
 from onegraph.checkpoint.file import SHARED, Weights
 from onegraph.checkpoint.keys import first_ten, plain_path
-from onegraph.errors import CheckpointError
+from onegraph.errors import CheckpointError, ConfigurationError
 from onegraph.methods import Method
 
 CONFIG_NAME = "adapter_config.json"
@@ -26,11 +26,13 @@ SHARED_PREFIX = "base_model."
 
 @dataclass(frozen=True)
 class Parsed:
-    """The tensors of a PEFT folder, sorted into adapter (shared tensors under the path "") and base model."""
+    """The tensors of a PEFT folder, sorted into adapter (shared tensors under the path "") and base model: see ``AdapterFile``."""
 
     weights: dict[str, Weights]
     methods: dict[str, Method]
     base_weights: dict[str, torch.Tensor]
+    trained: frozenset[str]
+    rewrites: dict[str, Rewrite]
 
 
 def key_of(path: str, ending: str) -> str:
@@ -65,17 +67,25 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
     layers: dict[str, dict[str, torch.Tensor]] = {}
     shared: dict[str, torch.Tensor] = {}
     base_weights: dict[str, torch.Tensor] = {}
+    whole: set[str] = set()
     for key, tensor in tensors.items():
         name = without_prefix(key)
         found = next(((match["path"], ending) for ending, pattern in endings.items() if (match := pattern.match(name))), None)
-        if found is not None:
+        if found is not None and found[1] in form.whole:
+            trained = f"{found[0]}.{form.whole[found[1]]}"
+            base_weights[trained] = tensor
+            whole.add(trained)
+        elif found is not None:
             layers.setdefault(found[0], {})[found[1]] = tensor
         elif (own := _shared_name(key, form)) is not None:
             shared[own] = tensor
         else:
             _refuse_other_methods(key, form, path)
-            base_weights[name.replace(".base_layer.", ".")] = tensor
-    if not layers:
+            own_name = name.replace(".base_layer.", ".")
+            base_weights[own_name] = tensor
+            if _is_saved(own_name, config):
+                whole.add(own_name)
+    if not layers and not (form.whole and whole):
         raise CheckpointError(
             f"{path} holds no {form.peft_type} tensors.",
             why=f"Its keys are:\n{first_ten(tensors)}",
@@ -84,15 +94,22 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
         )
     weights: dict[str, Weights] = {}
     methods: dict[str, Method] = {}
+    rewrites: dict[str, Rewrite] = {}
     incomplete, contradictions = [], []
     for layer, own_tensors in layers.items():
+        read = Read(layer, own_tensors, config, shared)
+        if (rewrite := form.rewrite(read)) is not None:
+            rewrites[layer] = rewrite
         try:
-            method, found_tensors = form.read(Read(layer, own_tensors, config, shared))
+            method, found_tensors = form.read(read)
         except IncompleteError as problem:
             incomplete.append(str(problem))
             continue
         except ContradictionError as problem:
             contradictions.append(str(problem))
+            continue
+        except ConfigurationError as problem:  # a combination of fields that each are fine, but make no method
+            contradictions.append(f"{layer}: {problem.what}")
             continue
         methods[layer] = method
         weights[layer] = {**found_tensors}
@@ -102,7 +119,7 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
     _raise_for(incomplete, contradictions, path)
     if ours := form.read_shared(shared, config):
         weights[SHARED] = {**ours}
-    return Parsed(weights, methods, base_weights)
+    return Parsed(weights, methods, base_weights, frozenset(whole), rewrites)
 
 
 def _pattern(ending: str) -> re.Pattern[str]:
@@ -110,6 +127,15 @@ def _pattern(ending: str) -> re.Pattern[str]:
     head, dot, leaf = ending.partition(".")
     own_name = r"(?:\.[^.]+)?" if dot else r"(?:\.(?!weight$|bias$)[^.]+)?"
     return re.compile(rf"^(?P<path>.+?)\.{re.escape(head)}{own_name}{re.escape(dot + leaf)}$")
+
+
+def _is_saved(name: str, config: Config) -> bool:
+    """Whether a weight belongs to ``modules_to_save``, whose entries name a module or one around it by how its path ends."""
+    saved = config.values["modules_to_save"]
+    entries = [saved] if isinstance(saved, str) else list(saved) if isinstance(saved, list | tuple) else []
+    parts = name.split(".")[:-1]
+    around = [".".join(parts[: number + 1]) for number in range(len(parts))]
+    return any(path.endswith(str(entry)) for path in around for entry in entries)
 
 
 def _shared_name(key: str, form: PeftForm) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from onegraph.checkpoint.dialects.peft_methods import lora
+from onegraph.checkpoint.dialects.peft_methods import adalora, boft, hra, ia3, ln_tuning, loha, lokr, lora, miss, oft, vblora, vera
 from onegraph.checkpoint.dialects.peft_methods.form import PeftForm
 
-FORMS: dict[str, PeftForm] = {module.FORM.peft_type: module.FORM for module in (lora,)}
+_FILES = (adalora, boft, hra, ia3, ln_tuning, loha, lokr, lora, miss, oft, vblora, vera)
+
+FORMS: dict[str, PeftForm] = {file.FORM.peft_type: file.FORM for file in _FILES}
 """What ``peft_type`` says -> how it is read and written."""

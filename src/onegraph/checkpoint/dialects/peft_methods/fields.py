@@ -121,21 +121,18 @@ _COMMON: dict[str, Field] = {
     "peft_version": Field("0.21.2"),
     "revision": Field(None, kept=True),
     "task_type": Field(None, kept=True),
-    "modules_to_save": Field(None, names),
+    "modules_to_save": Field(None, names, kept=True),
     "target_modules": Field(None, names),
     "exclude_modules": Field(None),
 }
 _LAYERS = {"layers_pattern": Field(None), "layers_to_transform": Field(None)}
 
 
-def fields(
-    own: Mapping[str, Field], *, bias: str | None = None, layers: bool = True, exclude: bool = True, fan_in: bool = False
-) -> dict[str, Field]:
-    """All fields of a method: its own ones, and those that most methods have.
+def fields(own: Mapping[str, Field], *, layers: bool = True, exclude: bool = True, fan_in: bool = False) -> dict[str, Field]:
+    """All fields of a method but ``bias``: its own ones, and those that most methods have.
 
     Args:
         own: Those of the method.
-        bias: How ``bias`` names the adapted layers, as in "lora_only"; None for a method without the field.
         layers: Whether it has ``layers_pattern`` and ``layers_to_transform``.
         exclude: Whether it has ``exclude_modules``.
         fan_in: Whether it has ``fan_in_fan_out``.
@@ -145,8 +142,6 @@ def fields(
         del found["exclude_modules"]
     if layers:
         found |= _LAYERS
-    if bias is not None:
-        found["bias"] = Field("none", one_of("none", "all", bias))
     if fan_in:
         found["fan_in_fan_out"] = Field(False, flag)
     return {**found, **own}

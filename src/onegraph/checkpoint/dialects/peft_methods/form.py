@@ -8,13 +8,16 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, one_of
 from onegraph.checkpoint.keys import patterns_of
 from onegraph.errors import CheckpointError
-from onegraph.layers import Layer
+from onegraph.layers import ConvLayer, Layer, LinearLayer, NormLayer
 from onegraph.methods import Method
 
 M = TypeVar("M", bound=Method)
+
+Rewrite = Callable[[Tensor], Tensor]
+"""From a layer's canonical weight to the one it has with an adapter."""
 
 
 class IncompleteError(Exception):
@@ -74,14 +77,14 @@ class Written:
         methods: Module path -> method, all of one form.
         layers: Module path -> layer.
         tensors: Module path -> our parameter -> tensor.
-        shared: Our shared parameter -> tensor.
-        kept: The fields that a loaded configuration had beyond the adapter itself.
+        targets: ``target_modules`` of the configuration.
+        kept: The fields that a loaded configuration had beyond the adapter itself, and those that were given.
     """
 
     methods: Mapping[str, Method]
     layers: Mapping[str, Layer]
     tensors: Mapping[str, Mapping[str, Tensor]]
-    shared: Mapping[str, Tensor]
+    targets: list[str] | str
     kept: Mapping[str, object]
 
     def only(self, kind: type[M]) -> dict[str, M]:
@@ -118,6 +121,27 @@ class Written:
             )
 
 
+@dataclass(frozen=True)
+class Layered:
+    """One layer of an adapter about to be written.
+
+    Args:
+        method: Its method.
+        tensors: Our parameter -> tensor.
+        layer: What is adapted.
+        config: The configuration that is written.
+    """
+
+    method: Method
+    tensors: Mapping[str, Tensor]
+    layer: Layer
+    config: Mapping[str, object]
+
+    def named(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """The tensors under their names: ours -> theirs."""
+        return {names[name]: tensor for name, tensor in self.tensors.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeftForm:
     """How PEFT writes one method.
@@ -127,9 +151,13 @@ class PeftForm:
         methods: Our methods that are written this way.
         fields: Every field of the configuration.
         endings: How the keys of its tensors end, the adapter's name left out.
+        bias: How the field ``bias`` names the adapted layers, as in "lora_only"; None for a method without the field.
         shared: How the keys of tensors end that belong to no layer.
+        whole: Endings of tensors that are the layer's own ones, trained whole -> their names in the layer.
+        rewrite: From a layer of a file to its new weight, for layers that can't take the method that it was read as.
         read: From a layer of a file to its method and our tensors; raises IncompleteError or ContradictionError.
-        write: From a method, our tensors of a layer and the layer to the end of each key and its tensor.
+        takes: The classes of layers that PEFT has the method for.
+        write: From one layer, and the configuration that is written, to the end of each key and its tensor.
         config: The fields that follow from an adapter.
         read_shared: From their shared tensors to ours.
         write_shared: And back; the configuration decides whether they are written at all.
@@ -142,18 +170,35 @@ class PeftForm:
     fields: Mapping[str, Field]
     endings: frozenset[str]
     read: Callable[[Read], tuple[Method, dict[str, Tensor]]]
-    write: Callable[[Method, Mapping[str, Tensor], Layer], dict[str, Tensor]]
+    takes: frozenset[str]
+    write: Callable[[Layered], dict[str, Tensor]]
     config: Callable[[Written], dict[str, object]]
+    bias: str | None = None
     shared: frozenset[str] = frozenset()
+    whole: Mapping[str, str] = field(default_factory=dict)
+    rewrite: Callable[[Read], Rewrite | None] = field(default=lambda layer: None)
     read_shared: Callable[[Mapping[str, Tensor], Config], dict[str, Tensor]] = field(default=lambda tensors, config: {})
     write_shared: Callable[[Mapping[str, Tensor], Mapping[str, object]], dict[str, Tensor]] = field(default=lambda tensors, config: {})
     refuse: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
     settle: Callable[[Mapping[str, object]], Mapping[str, object]] = field(default=lambda values: values)
 
+    def __post_init__(self) -> None:
+        if self.bias is not None:
+            object.__setattr__(self, "fields", {**self.fields, "bias": Field("none", one_of("none", "all", self.bias))})
+
     @property
     def defaults(self) -> dict[str, object]:
         """The configuration where nothing was asked for."""
         return {**{name: own.default for name, own in self.fields.items()}, "peft_type": self.peft_type}
+
+
+def class_of(layer: Layer) -> str:
+    """What PEFT's messages call a layer."""
+    if isinstance(layer, LinearLayer):
+        return "Conv1D" if layer.transposed else "Linear"
+    if isinstance(layer, ConvLayer):
+        return f"Conv{len(layer.kernel_size)}d"
+    return "norm" if isinstance(layer, NormLayer) else layer.kind.capitalize()
 
 
 def rank_fields(ranks: Mapping[str, int], alphas: Mapping[str, float], *, alpha: str = "alpha") -> dict[str, object]:

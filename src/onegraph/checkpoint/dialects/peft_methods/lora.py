@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, number, patterns, probability
-from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, PeftForm, Read, Written, rank_fields
+from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written, rank_fields
 from onegraph.errors import CheckpointError
-from onegraph.layers import Layer
-from onegraph.methods import LoRA, Method
+from onegraph.layers import ConvLayer
+from onegraph.methods import DoRA, LoRA, Method
 
 # The variants of LoRA that are not one here.
 VARIANTS: dict[str, Field] = {
@@ -43,10 +43,11 @@ _NAMES = {
     "lora_B.bias": "up_bias",
     "lora_embedding_A": "down",
     "lora_embedding_B": "up",
+    "lora_magnitude_vector": "magnitude",
 }
 _ENDINGS = {
-    "linear": {"down": "lora_A.weight", "up": "lora_B.weight", "up_bias": "lora_B.bias"},
-    "embedding": {"down": "lora_embedding_A", "up": "lora_embedding_B"},
+    "linear": {"down": "lora_A.weight", "up": "lora_B.weight", "up_bias": "lora_B.bias", "magnitude": "lora_magnitude_vector"},
+    "embedding": {"down": "lora_embedding_A", "up": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
 }
 
 
@@ -59,19 +60,22 @@ def method_of(config: Config, path: str, *, rank: int, bias: bool) -> Method:
         rank: Its rank.
         bias: Whether ``up`` has a bias there.
     """
-    return LoRA(
-        rank=rank,
-        alpha=config.alpha(path, "lora_alpha"),
-        rslora=config.flag("use_rslora"),
-        input_dropout=config.number("lora_dropout"),
-        init="gaussian" if config.values["init_lora_weights"] == "gaussian" else "kaiming",
-        bias=bias,
-    )
+    alpha, rslora, dropout = config.alpha(path, "lora_alpha"), config.flag("use_rslora"), config.number("lora_dropout")
+    init = "gaussian" if config.values["init_lora_weights"] == "gaussian" else "kaiming"
+    if config.flag("use_dora"):
+        return DoRA(rank=rank, alpha=alpha, rslora=rslora, input_dropout=dropout, init=init)
+    return LoRA(rank=rank, alpha=alpha, rslora=rslora, input_dropout=dropout, init=init, bias=bias)
 
 
-def plain_alpha(method: LoRA) -> float:
+def plain_alpha(method: LoRA | DoRA) -> float:
     """The alpha with which alpha / rank is this method's scale."""
     return method.scale * method.rank if method.rslora or method.alpha is None else float(method.alpha)
+
+
+def _refuse(config: Config) -> Iterable[str]:
+    yield from refuse_inits(config)
+    if config.flag("use_dora") and config.flag("lora_bias"):
+        yield "lora_bias (DoRA has no bias on lora_B)"
 
 
 def refuse_inits(config: Config) -> Iterable[str]:
@@ -82,25 +86,39 @@ def refuse_inits(config: Config) -> Iterable[str]:
 
 
 def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
-    tensors = layer.named(_NAMES, needed=("down", "up"))
     config, path = layer.config, layer.path
+    dora = config.flag("use_dora")
+    tensors = layer.named(_NAMES, needed=("down", "up", "magnitude") if dora else ("down", "up"))
     rank, asked = config.rank(path), config.flag("lora_bias")
     down = tensors["down"]
     layer.rank_is(rank, down.shape[0] if down.dim() > 1 else -1, "lora_A", down.shape)
     if ("up_bias" in tensors) != asked:
         raise ContradictionError(f"{path}: lora_bias is {str(asked).lower()}, but it has {'no' if asked else 'a'} bias on lora_B")
+    if "magnitude" in tensors:
+        if not dora:
+            raise ContradictionError(f"{path}: use_dora is false, but it has a lora_magnitude_vector")
+        tensors["magnitude"] = tensors["magnitude"].reshape(-1)
     return method_of(config, path, rank=rank, bias=asked), tensors
 
 
-def _write(method: Method, tensors: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:
-    endings = _ENDINGS["embedding" if layer.kind == "embedding" else "linear"]
-    return {endings[name]: tensor for name, tensor in tensors.items()}
+def _write(written: Layered) -> dict[str, Tensor]:
+    endings = _ENDINGS["embedding" if written.layer.kind == "embedding" else "linear"]
+    found = written.named(endings)
+    if "lora_magnitude_vector" in found and isinstance(written.layer, ConvLayer):
+        found["lora_magnitude_vector"] = found["lora_magnitude_vector"].reshape(1, -1, *(1 for _ in written.layer.kernel_size))
+    return found
 
 
 def _config(adapter: Written) -> dict[str, object]:
-    loras = adapter.only(LoRA)
-    adapter.same(lora_bias=(method.bias for method in loras.values()), lora_dropout=(method.input_dropout for method in loras.values()))
-    biased = [path for path, method in loras.items() if method.bias and adapter.layers[path].kind == "embedding"]
+    dora = any(isinstance(method, DoRA) for method in adapter.methods.values())
+    loras: Mapping[str, LoRA | DoRA] = adapter.only(DoRA) if dora else adapter.only(LoRA)
+    adapter.same(
+        lora_bias=(getattr(method, "bias", False) for method in loras.values()),
+        lora_dropout=(method.input_dropout for method in loras.values()),
+    )
+    first = next(iter(loras.values()))
+    bias = isinstance(first, LoRA) and first.bias
+    biased = [path for path, layer in adapter.layers.items() if layer.kind == "embedding"] if bias else []
     if biased:
         raise CheckpointError(
             "PEFT has no bias on the adapter of an embedding.",
@@ -108,23 +126,21 @@ def _config(adapter: Written) -> dict[str, object]:
             hint="Save it with format='native'.",
             code="adapter-unsupported",
         )
-    return {**rank_and_alpha(loras), **_flags(next(iter(loras.values())))}
+    return {
+        **rank_and_alpha(loras),
+        "lora_dropout": first.input_dropout,
+        "init_lora_weights": "gaussian" if first.init == "gaussian" else True,
+        "lora_bias": bias,
+        "use_dora": dora,
+    }
 
 
-def rank_and_alpha(loras: Mapping[str, LoRA]) -> dict[str, object]:
+def rank_and_alpha(loras: Mapping[str, LoRA | DoRA]) -> dict[str, object]:
     """``r``, ``lora_alpha``, their patterns and ``use_rslora``: one flag for all layers, so where they differ all are written without."""
     mixed = len({method.rslora for method in loras.values()}) > 1
     alphas = {path: plain_alpha(method) if mixed or method.alpha is None else float(method.alpha) for path, method in loras.items()}
     rslora = not mixed and next(iter(loras.values())).rslora
     return {**rank_fields({path: method.rank for path, method in loras.items()}, alphas, alpha="lora_alpha"), "use_rslora": rslora}
-
-
-def _flags(first: LoRA) -> dict[str, object]:
-    return {
-        "lora_dropout": first.input_dropout,
-        "init_lora_weights": "gaussian" if first.init == "gaussian" else True,
-        "lora_bias": first.bias,
-    }
 
 
 def _any_init(name: str, value: object) -> Iterator[str]:
@@ -140,18 +156,20 @@ FIELDS: dict[str, Field] = {
     "lora_dropout": Field(0.0, probability),
     "r": Field(8, count),
     "rank_pattern": Field({}, patterns(count)),
-    "use_dora": Field(False, flag, refused="DoRA"),
+    "use_dora": Field(False, flag),
     "use_rslora": Field(False, flag),
     **VARIANTS,
 }
 
 FORM = PeftForm(
     peft_type="LORA",
-    methods=(LoRA,),
-    fields=fields(FIELDS, bias="lora_only", fan_in=True),
+    methods=(LoRA, DoRA),
+    fields=fields(FIELDS, fan_in=True),
+    bias="lora_only",
     endings=frozenset(_NAMES),
     read=_read,
     write=_write,
     config=_config,
-    refuse=refuse_inits,
+    refuse=_refuse,
+    takes=frozenset({"Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "Embedding"}),
 )
