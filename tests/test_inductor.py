@@ -134,3 +134,47 @@ def test_rows_of_a_transposed_input_are_right_with_the_protection_only(protect: 
         with eager():
             expected = centred(x, y)
     assert bool(torch.allclose(found, expected, atol=1e-5)) == protect
+
+
+class GatedUnit(nn.Module):
+    """What feeds the second product is an activation: cheap to compute again, as large as the widest tensor to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.gate = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+@pytest.mark.inductor
+def test_an_adapter_keeps_nothing_for_backward_but_its_own_products() -> None:
+    """LoRA's ideal: the frozen model's tensors, and (T, R) a layer. The control: torch's own partitioner keeps an activation."""
+
+    def kept(*, adapted: bool, **options: object) -> int:
+        torch._dynamo.reset()
+        model = GatedUnit().requires_grad_(False)
+        adapters = og.attach(model, og.LoRA(rank=2), targets="all-linear") if adapted else None
+        og.compile(model, backend="inductor", regions="whole", **options)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        sizes: dict[int, int] = {}
+        x = torch.randn(128, 16, requires_grad=True)
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(x)
+        y.sum().backward()
+        del adapters
+        return sum(sizes.values())
+
+    frozen = kept(adapted=False)
+    ideal = frozen + 3 * 128 * 2 + 128 * 16  # the input itself is kept too: both factors of the first layers read it
+    assert kept(adapted=True) <= 1.05 * ideal
+    assert kept(adapted=True, options={"custom_partitioner_fn": None}) > ideal + 128 * 64

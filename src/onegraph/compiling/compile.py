@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onegraph.compiling.partition import lean_options
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
@@ -163,7 +164,7 @@ def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing:
 
     torch refuses mode and options together, so a mode is spelt out as its options.
     """
-    options = dict(settings.options)
+    options = {**lean_options(settings.backend), **settings.options}
     if settings.backend == "inductor" and settings.mode != "default":
         options = {**torch._inductor.list_mode_options(settings.mode), **options}
     for protection in protections_for(settings.backend) if protect else ():
