@@ -144,7 +144,10 @@ class BOFT(Method):
     def _num_fused(self, layer: Layer) -> int:
         """How many of the first stages are multiplied out."""
         size = self.block_size_on(layer)
-        return max(1, sum(size << stage <= _FUSED for stage in range(self.num_factors)))
+        num_fused = 1
+        while num_fused < self.num_factors and size * 2**num_fused <= _FUSED:
+            num_fused += 1
+        return num_fused
 
     def _changes(self, p: Mapping[str, Tensor], *, training: bool) -> Tensor:
         """Q - I of every block of every stage."""

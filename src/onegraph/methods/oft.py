@@ -145,7 +145,7 @@ class OFT(Method):
         if (reason := super().check(layer)) is not None:
             return reason
         if self.on_output and layer.groups > 1:
-            return f"a rotation of its output would mix its {layer.groups} groups, which no grouped weight does; on_output=False rotates its input"
+            return f"a rotation of the output mixes its {layer.groups} groups; on_output=False rotates the input of each group"
         return split_problem(self._columns(layer), self.block_size, self.num_blocks)
 
     def _turns_output(self, layer: Layer) -> bool:
