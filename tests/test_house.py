@@ -34,8 +34,14 @@ def label(path: Path) -> str:
 def compiler_uses(source: str) -> list[str]:
     """Every mention of torch.compile, torch.compiler, dynamo or inductor in code, as "line: name"."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    # Asking whether a graph is being traced is no use of the compiler.
+    asked = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compiler.is_compiling"]
+    allowed = {id(part) for node in asked for part in (node, node.value)}
+    for node in nodes:
         names: list[str] = []
+        if id(node) in allowed:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,6 +117,8 @@ def prepare(
         elif layers.get(entry.path) is not module:
             raise already_adapted_elsewhere(entry.path)
     check_capacity(plan, capacity)
+    present = {path: list(layer.structures) for path, layer in layers.items()}
+    plan = Plan(tuple(replace(entry, method=entry.method.computed_as(present.get(entry.path, ()))) for entry in plan))
     weights = {entry.path: base_weight(places[entry.path].module, entry.layer) for entry in plan}
     initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
     record = Record.of(plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -53,6 +53,8 @@ class Method(ABC):
     """The fields that may differ between adapters of one graph."""
     random_settings: ClassVar[frozenset[str]] = frozenset()
     """The settings that draw random numbers in training; 0 turns each of them off."""
+    ways: ClassVar[frozenset[str]] = frozenset()
+    """The fields that choose how the same function is computed: an adapter takes over what a layer has already, to share its graph."""
     reads_base: ClassVar[bool] = False
     """Whether ``after`` needs the base layer's own tensors (a quantised weight is expanded for it)."""
     additive: ClassVar[bool] = True
@@ -153,6 +155,15 @@ class Method(ABC):
         """This method with every per-adapter field at its default: equal for adapters that share a graph, and hashable."""
         defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.per_adapter}
         return dataclasses.replace(self, **defaults)
+
+    def computed_as(self, others: Iterable[Method]) -> Self:
+        """This method computed in the way of the first of the others that is the same but for its ``ways``."""
+        for other in others:
+            if self.ways and type(other) is type(self):
+                same = dataclasses.replace(self, **{field: getattr(other, field) for field in self.ways})
+                if same.structure() == other.structure():
+                    return same
+        return self
 
     def rank_on(self, layer: Layer) -> int | None:
         """The rank, None for methods that have none."""

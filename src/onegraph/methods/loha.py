@@ -51,6 +51,7 @@ class LoHa(Method):
 
     name: ClassVar[str] = "loha"
     per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "init", *_PROBABILITIES})
+    ways: ClassVar[frozenset[str]] = frozenset({"form"})
     random_settings: ClassVar[frozenset[str]] = frozenset(_PROBABILITIES)
 
     rank: int = 8

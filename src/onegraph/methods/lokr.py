@@ -61,6 +61,7 @@ class LoKr(Method):
 
     name: ClassVar[str] = "lokr"
     per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "init", "decompose_both", "rank_dropout_scale", *_PROBABILITIES})
+    ways: ClassVar[frozenset[str]] = frozenset({"form"})
     random_settings: ClassVar[frozenset[str]] = frozenset(_PROBABILITIES)
 
     rank: int = 8
