@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onegraph.adapters.checks import check_finite, merged_error, unknown_adapter
 from onegraph.adapters.contributions import DTYPES, Contribution, adapted_base, contributions, precision_of, unreadable, unwritable
 from onegraph.errors import AdapterError, NumericsError, TargetError
-from onegraph.layers import EmbeddingLayer
+from onegraph.layers import EmbeddingLayer, Layer
 
 if TYPE_CHECKING:
     from onegraph.adapters.adapted import Adapted
@@ -76,9 +76,9 @@ def merge(
     shared = _shared_elsewhere(adapters, new)
     adapters.use(None)
     for path, parameters in new.items():
-        module = adapters.layers[path].base_layer
-        replaced.parameters[path] = {name: _hang(module, name, parameter) for name, parameter in parameters.items()}
-        _describe_bias(adapters.layers[path], replaced.parameters[path], has_bias=True)
+        adapted = adapters.layers[path]
+        replaced.parameters[path] = {name: _hang(adapted, name, parameter) for name, parameter in parameters.items()}
+        _describe_bias(adapted, replaced.parameters[path], has_bias=True)
     adapters._merged = chosen
     vars(adapters)["_replaced"] = replaced
     biased = [path for path, before in replaced.parameters.items() if None in before.values()]
@@ -97,12 +97,12 @@ def unmerge(adapters: Adapters) -> None:
     """
     replaced = _replaced(adapters)
     for path, parameters in replaced.parameters.items():
-        module = adapters.layers[path].base_layer
+        adapted = adapters.layers[path]
         for name, parameter in parameters.items():
-            present = _hang(module, name, parameter)
+            present = _hang(adapted, name, parameter)
             if parameter is not None and present is not None and (parameter.device, parameter.dtype) != (present.device, present.dtype):
                 parameter.data = parameter.data.to(present.device, present.dtype)
-        _describe_bias(adapters.layers[path], parameters, has_bias=False)
+        _describe_bias(adapted, parameters, has_bias=False)
     _forget(adapters)
     adapters.use(replaced.active if replaced.active in adapters.names else None)
 
@@ -126,33 +126,29 @@ def merge_and_unload(
         merge(adapters, names, weights=weights, safe=safe)
     elif names is not None or weights is not None:
         raise merged_error("others can't be merged", adapters._merged)
-    pairs = [
-        (before, adapters.layers[path].base_layer, name)
-        for path, parameters in _replaced(adapters).parameters.items()
-        for name, before in parameters.items()
-    ]
+    families: dict[int, list[nn.Parameter]] = {}
+    gained: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for path, parameters in _replaced(adapters).parameters.items():
+        present = {name: _hung(adapters.layers[path], name) for name in parameters}
+        for name, before in parameters.items():
+            now = present[name]
+            assert now is not None
+            if before is not None:
+                families.setdefault(id(before), [before]).append(now)
+            else:
+                weight = _hung(adapters.layers[path], "weight")
+                assert weight is not None
+                gained.append((now, weight))
     _forget(adapters)
     model = adapters.detach()
-    _let_train(pairs)
-    return model
-
-
-def _let_train(pairs: Sequence[tuple[nn.Parameter | None, nn.Module, str]]) -> None:
-    """Let all train that came from one Parameter where one of them does: detaching thaws by name, and a tied weight has two.
-
-    A bias that had no Parameter before trains as its layer's weight does.
-    """
-    families: dict[int, list[Tensor]] = {}
-    for before, module, name in pairs:
-        if before is not None:
-            families.setdefault(id(before), [before]).append(module.get_parameter(name))
+    # Detaching lets parameters train by their names, and a tied weight has two: what came from one trains where one of them does.
     for family in families.values():
         trained = any(parameter.requires_grad for parameter in family)
         for parameter in family:
             parameter.requires_grad_(trained)
-    for before, module, name in pairs:
-        if before is None:
-            module.get_parameter(name).requires_grad_(module.get_parameter("weight").requires_grad)
+    for bias, weight in gained:
+        bias.requires_grad_(weight.requires_grad)
+    return model
 
 
 def _chosen(
@@ -200,15 +196,11 @@ def _new_parameters(adapters: Adapters, chosen: Mapping[str, float], *, safe: bo
             adapted = adapters.layers[path]
             try:
                 tensors = _weighted(adapted, present)
+                new[path] = {name: _parameter(adapted, name, value) for name, value in tensors.items()}
             except TargetError as error:
                 refused[path] = error.what
                 continue
-            reasons = [reason for name in tensors if (reason := _refusal(adapted.base_layer, name)) is not None]
-            if reasons:
-                refused[path] = ", ".join(reasons)
-                continue
-            new[path] = {name: _parameter(adapted, name, value) for name, value in tensors.items()}
-            if safe and not all(bool(parameter.isfinite().all()) for parameter in new[path].values()):
+            if safe and not all(_is_finite(value, new[path][name]) for name, value in tensors.items()):
                 not_finite.append(path)
     if refused:
         hint = "run the adapter beside these layers, without merging, or adapt other layers with exclude="
@@ -246,39 +238,42 @@ def _weighted(adapted: Adapted, present: Sequence[Contribution]) -> dict[str, Te
     return total
 
 
-def _refusal(module: nn.Module, name: str) -> str | None:
-    """Why a tensor of a module can't be replaced."""
-    owner, attribute = _owner(module, name)
-    if attribute not in owner._parameters:
-        return f"its {name} is computed from other parameters or isn't there"
-    present = owner._parameters[attribute]
-    if present is not None and (type(present) is not nn.Parameter or present.dtype not in DTYPES):
-        return f"its {name} is a {type(present).__name__} of {present.dtype}, which can't hold the sum"
-    return None
-
-
 def _parameter(adapted: Adapted, name: str, value: Tensor) -> nn.Parameter:
-    """A Parameter with the value, rounded to the dtype and laid out in memory as the present one is: a graph depends on both."""
+    """A Parameter with the value, rounded to the dtype and laid out in memory as the present one is: a graph depends on both.
+
+    Raises:
+        TargetError: Where the module can't hold it.
+    """
     layer, module = adapted.layer, adapted.base_layer
-    owner, attribute = _owner(module, name)
-    present = owner._parameters[attribute]
+    if layer.attribute(name) not in module._parameters:
+        raise TargetError(f"its {name} is computed from other parameters or isn't there", code="unmergeable")
+    present = _hung(adapted, name)
     if present is None:
         dtype = layer.base_tensors(module)["weight"].dtype
         return nn.Parameter(value.to(dtype, copy=True).contiguous(), requires_grad=False)
-    stored = layer.stored(value) if name == "weight" else value.reshape(present.shape)
-    return nn.Parameter(torch.empty_like(present.detach()).copy_(stored), requires_grad=False)
+    knows_how = name == "weight" and type(layer).weight_parameter is not Layer.weight_parameter
+    if not knows_how and (type(present) is not nn.Parameter or present.dtype not in DTYPES):
+        raise TargetError(f"its {name} is a {type(present).__name__} of {present.dtype}, which can't hold the sum", code="unmergeable")
+    if name == "weight":
+        return layer.weight_parameter(module, value)
+    return nn.Parameter(torch.empty_like(present.detach()).copy_(value.reshape(present.shape)), requires_grad=False)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and its name there."""
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
+def _is_finite(value: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a new value is finite as it is kept; codes of a quantised weight say nothing about it."""
+    plain = type(parameter) is nn.Parameter and parameter.is_floating_point()
+    return bool((parameter if plain else value).isfinite().all())
 
 
-def _hang(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _hung(adapted: Adapted, name: str) -> nn.Parameter | None:
+    """The Parameter that is there, by the name that ``base_tensors`` has for it."""
+    return adapted.base_layer._parameters[adapted.layer.attribute(name)]
+
+
+def _hang(adapted: Adapted, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Put a Parameter in the place of another, which is returned."""
-    owner, attribute = _owner(module, name)
-    before, owner._parameters[attribute] = owner._parameters[attribute], parameter
+    before = _hung(adapted, name)
+    adapted.base_layer._parameters[adapted.layer.attribute(name)] = parameter
     return before
 
 
@@ -307,9 +302,5 @@ def _shared_elsewhere(adapters: Adapters, new: Mapping[str, Mapping[str, nn.Para
         for parameter in module._parameters.values():
             if parameter is not None:
                 count[id(parameter)] = count.get(id(parameter), 0) + 1
-    return [
-        path
-        for path, parameters in new.items()
-        for owner, attribute in (_owner(adapters.layers[path].base_layer, name) for name in parameters)
-        if count.get(id(owner._parameters[attribute]), 0) > 1
-    ]
+    layers = adapters.layers
+    return [path for path, own in new.items() if any(count.get(id(_hung(layers[path], name)), 0) > 1 for name in own)]
