@@ -252,6 +252,17 @@ def test_wrong_number_of_rows_when_compiled(adapters: Adapters, graphs: Callable
         adapters.model(IDS)
 
 
+def test_moving_inside_rows(adapters: Adapters) -> None:
+    with adapters.rows(["wide", "small"]):
+        expected = adapters.model(IDS[:2])
+        adapters.model.double()
+        adapters.load_tensors("small", {path: {k: t * 2 for k, t in v.items()} for path, v in adapters.tensors("small").items()})
+        found = adapters.model(IDS[:2])
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found[:1].float(), expected[:1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[1:].float(), expected[1:], rtol=1e-2, atol=1e-2)  # it reads the moved memory, which has changed
+
+
 def test_rows_end_where_they_began(adapters: Adapters) -> None:
     with adapters.rows(["wide", "small"]):
         outer = adapters.model(IDS[:2])

@@ -40,6 +40,7 @@ class Adapted(nn.Module):
         self._layer = layer
         self._constants: dict[str, Tensor] = {}
         self._rows: list[tuple[Method, list[Rows]]] | None = None
+        self._assigned: tuple[Mapping[Method, tuple[Tensor, set[int]]], object] = ({}, None)
         self.training = base_layer.training
 
     @property
@@ -83,6 +84,7 @@ class Adapted(nn.Module):
         if indices is None or not self._layer.takes_rows:
             self._rows = None if indices is None else []
             return
+        self._assigned = indices, batch
         rows = []
         for structure in self.structures:
             index, slots = indices[structure]
@@ -144,6 +146,10 @@ class Adapted(nn.Module):
             slots.apply(fn)
         if self.structures:
             self.activate(None, self.slot, self._shared_slot)
+        if self._rows:
+            indices, batch = self._assigned
+            device = self.slots.device
+            self.assign_rows({structure: (index.to(device), slots) for structure, (index, slots) in indices.items()}, batch)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -158,7 +164,7 @@ class Adapted(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without Parameters and views: they are tied again to the copy's own storage."""
-        return {**self.__dict__, "_parameters": {}, "_constants": {}, "_rows": None}
+        return {**self.__dict__, "_parameters": {}, "_constants": {}, "_rows": None, "_assigned": ({}, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
