@@ -81,7 +81,8 @@ def compile(
         settings: Defaults to ``CompileSettings()``: inductor, by blocks, fullgraph.
         gradient_checkpointing: Recompute each region in the backward pass, inside the graph. For diffusers and transformers models use this
             instead of the model's own switch.
-        protect: Set the switches that keep results right on this torch (``protections.py``); False is for showing that they are needed.
+        protect: Set the switches that keep results right on this torch (``protections.py``); False is for showing that they are needed, with
+            torch as it comes.
         **overrides: Single fields of the settings: ``backend=``, ``regions=``, ``dynamic=``, ``mode=``, ``fullgraph=``, ``options=``.
 
     Returns:
@@ -164,7 +165,7 @@ def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing:
 
     torch refuses mode and options together, so a mode is spelt out as its options.
     """
-    options = {**lean_options(settings.backend), **settings.options}
+    options = {**(lean_options(settings.backend) if protect else {}), **settings.options}
     if settings.backend == "inductor" and settings.mode != "default":
         options = {**torch._inductor.list_mode_options(settings.mode), **options}
     for protection in protections_for(settings.backend) if protect else ():
