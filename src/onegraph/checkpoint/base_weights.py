@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.keys import file_paths, first_ten, match_paths
 from onegraph.errors import CheckpointError
 from onegraph.layers import Layer, describe_any
-from onegraph.methods import BitFit, Dense, Method, NormTuning
+from onegraph.methods import BitFit, Dense, Method, NormTuning, WithBias
 
-_BIAS = "bias"
+_BIAS, _BIAS_CHANGE, _SCALE = "bias", "bias_change", "scale"
 
 
 # From a file
@@ -34,7 +34,7 @@ class Tuned:
 
     Args:
         methods: Module path -> method.
-        tensors: Module path -> parameter -> tensor.
+        tensors: Module path -> parameter -> tensor; of a layer that is adapted too, only what comes on top.
     """
 
     methods: dict[str, Method]
@@ -72,7 +72,7 @@ def tuned_layers(
             trained.add(path)
             changed.setdefault(path, {})[leaf] = tensor
         elif not _equal(own.detach().cpu(), tensor):
-            if leaf in module._parameters and path not in adapted:
+            if leaf in module._parameters and (path not in adapted or leaf == _BIAS):
                 changed.setdefault(path, {})[leaf] = tensor
             else:
                 problems.append(name)
@@ -80,8 +80,8 @@ def tuned_layers(
     by_path = dict(modules.values())
     for path, tensors in changed.items():
         layer = describe_any(by_path[path])
-        method = None if layer is None else _method_for(layer, tensors, path in trained)
-        if layer is None or method is None or path in adapted or not tensors.keys() <= _stored_names(layer):
+        method = None if layer is None else _method_for(layer, tensors, path in trained, adapted.get(path))
+        if layer is None or method is None or not tensors.keys() <= layer.tensor_shapes().keys():
             problems += [f"{path}.{leaf}" for leaf in tensors]
             continue
         found.methods[path] = method
@@ -110,15 +110,13 @@ def _equal(own: Tensor, saved: Tensor) -> bool:
     return torch.equal(own.to(saved.dtype), saved) or torch.equal(own, saved.to(own.dtype))
 
 
-def _method_for(layer: Layer, tensors: Iterable[str], trained: bool) -> Method | None:
-    """A bias alone, a norm, or anything else; None where there is no such method for the layer."""
+def _method_for(layer: Layer, tensors: Iterable[str], trained: bool, inner: Method | None) -> Method | None:
+    """A bias alone, beside another method or not, a norm, or anything else; None where there is no such method for the layer."""
     only_bias = set(tensors) == {_BIAS} and not trained
+    if inner is not None:
+        return WithBias(inner=inner) if only_bias and inner.settings(layer)[_SCALE] else None
     method: Method = BitFit() if only_bias else NormTuning() if layer.kind == "norm" else Dense()
     return method if method.check(layer) is None else None
-
-
-def _stored_names(layer: Layer) -> set[str]:
-    return set(layer.tensor_shapes())
 
 
 def _differences(layer: Layer, module: nn.Module, tensors: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
@@ -128,6 +126,8 @@ def _differences(layer: Layer, module: nn.Module, tensors: Mapping[str, Tensor],
     changed.__dict__["_parameters"] = {**module._parameters, **tensors}
     theirs = layer.base_tensors(changed)
     differences = {f"{name}_difference": theirs[name].detach().cpu().double() - own[name].detach().cpu().double() for name in own}
+    if isinstance(method, WithBias):
+        return {_BIAS_CHANGE: (differences["bias_difference"] / method.settings(layer)[_SCALE]).float()}
     return {name: differences[name].float() for name in method.parameters(layer)}
 
 
@@ -139,16 +139,16 @@ class Whole:
     """An adapter split for a file that holds whole weights.
 
     Args:
-        methods: Module path -> method, for the layers that the file's own method is on.
-        tensors: Name in the model -> the weight with the adapter's difference in it.
-        own: Module path -> name -> the same for the layers of a method that is such weights itself.
+        methods: Module path -> method, for the layers that the file's own method is on; without the bias that may be beside it.
+        parameters: Module path -> what that method is written from: its tensors, or the layer's own ones with its differences in them.
+        tensors: Name in the model -> the other weights with the adapter's differences in them.
         fields: What the configuration says about them.
     """
 
     methods: dict[str, Method]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    fields: dict[str, object] = field(default_factory=dict)
+    parameters: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Tensor]
+    fields: dict[str, object]
 
 
 def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Mapping[str, object]) -> Whole:
@@ -163,9 +163,9 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
     Raises:
         CheckpointError: ``adapter-unsupported`` for layers with a method that has no place beside the file's own.
     """
-    methods = {path: method for path, method in found.methods.items() if isinstance(method, form.methods)}
+    methods = {path: inner for path, method in found.methods.items() if isinstance(inner := without_bias(method), form.methods)}
     dense = {path for path, method in found.methods.items() if path not in methods and isinstance(method, Dense)}
-    biases = {path for path, method in found.methods.items() if isinstance(method, BitFit)}
+    biases = {path for path, method in found.methods.items() if isinstance(method, BitFit | WithBias)}
     other = {found.methods[path].name for path in found.methods.keys() - methods.keys() - dense - biases}
     if other or (biases and form.bias is None):
         raise CheckpointError(
@@ -182,16 +182,27 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
         fields["modules_to_save"] = entries
         tensors |= {name: value for path in state.ending_in(entries) for name, value in state.below(path).items()}
     if biases:
-        fields["bias"] = "all"
-        tensors |= state.biases(set(methods))
-    own = {path: state.full[path] for path in methods} if form.whole else {}
-    return Whole(methods, tensors, own, fields)
+        fields["bias"] = form.bias if biases <= methods.keys() else "all"
+        tensors |= state.biases(set(methods), everywhere=not biases <= methods.keys())
+    own = state.full if form.whole else found.tensors
+    parameters = {path: {name: value for name, value in own[path].items() if name != _BIAS_CHANGE} for path in methods}
+    return Whole(methods, parameters, tensors, fields)
+
+
+def without_bias(method: Method) -> Method:
+    """A method without the bias beside it."""
+    return method.inner if isinstance(method, WithBias) else method
 
 
 def _full(found: Contents, path: str) -> dict[str, Tensor]:
     """A layer's own tensors with the adapter's differences in them, as the layer stores them."""
     layer, method = found.layers[path], found.methods[path]
-    p = {**found.tensors[path], "scale": torch.tensor(1.0, device=next(iter(found.tensors[path].values())).device)}
+    strength = method.settings(layer)[_SCALE]
+    p = {**found.tensors[path], _SCALE: torch.tensor(strength, device=next(iter(found.tensors[path].values())).device)}
+    if isinstance(method, WithBias):
+        bias = found.modules[path].bias
+        assert isinstance(bias, Tensor)  # a layer without one takes no such method
+        return {_BIAS: (bias.detach() + p[_BIAS_CHANGE] * p[_SCALE]).to(bias.dtype)}
     base = layer.base_tensors(found.modules[path])
     precise = {name: value.detach().to(torch.promote_types(value.dtype, torch.float32)) for name, value in base.items()}
     adapted = {name: value.to(base[name].dtype) for name, value in method.adapt_tensors(precise, p, layer).items()}
@@ -223,11 +234,11 @@ class _State:
         inside = [other for other in self.modules if other == path or other.startswith(f"{path}.")]
         return {f"{other}.{name}": value for other in inside for name, value in self.own(other).items()}
 
-    def biases(self, adapted: set[str]) -> dict[str, Tensor]:
-        """Every bias of the model, as ``bias="all"`` saves them."""
+    def biases(self, adapted: set[str], *, everywhere: bool) -> dict[str, Tensor]:
+        """Every bias of the model, as ``bias="all"`` saves them, or of the adapted layers."""
         return {
             f"{path}.{'base_layer.' if path in adapted else ''}{_BIAS}": own[_BIAS]
-            for path in self.modules
+            for path in (self.modules if everywhere else sorted(adapted))
             if _BIAS in (own := self.own(path))
         }
 

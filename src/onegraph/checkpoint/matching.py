@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -81,7 +82,8 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
         raise _other_shapes(file, model, problems, len(keys))
     tuned = tuned_layers(file, model, methods, rewritten)
     methods |= tuned.methods
-    tensors |= tuned.tensors
+    for path, differences in tuned.tensors.items():
+        tensors[path] = {**tensors.get(path, {}), **differences}
     methods = _settled(methods, layers)
     shared = _shared(file, methods, tensors_of(file.parts[best].get(SHARED, {})))
     return Placement(methods, {**tensors, **({SHARED: shared} if shared else {})})
@@ -158,14 +160,18 @@ def _num_fitting(file: AdapterFile, part: str, located: Mapping[str, str], layer
 
 
 def _shaped(path: str, tensors: Mapping[str, torch.Tensor], method: Method, layer: Layer) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors in the shapes that the layer needs, and what doesn't fit. A 1x1 convolution and a Linear may stand for each other."""
+    """The tensors in the shapes that the layer needs, and what doesn't fit.
+
+    A 1x1 convolution and a Linear may stand for each other, and a kernel may be one axis together with the channels.
+    """
     specs = method.parameters(layer)
     problems = [f"{path}: no {name}" for name in specs.keys() - tensors.keys()]
     problems += [f"{path}: {name} has no place in {method.name}" for name in tensors.keys() - specs.keys()]
     fitted = {}
     for name in specs.keys() & tensors.keys():
         wanted, tensor = tuple(specs[name].shape), tensors[name]
-        if _without_trailing_ones(tensor.shape) != _without_trailing_ones(wanted):
+        flat = (wanted[0], math.prod(wanted[1:])) if len(wanted) > 2 else wanted
+        if tuple(tensor.shape) != flat and _without_trailing_ones(tensor.shape) != _without_trailing_ones(wanted):
             problems.append(f"{path}: {name} is {tuple(tensor.shape)} in the file, the layer needs {wanted}")
         else:
             fitted[name] = tensor.reshape(wanted)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onegraph.adapters import Adapters
 from onegraph.adapters.walk import places, unwrapped
 from onegraph.checkpoint.atomic import atomic_write_all, make_folder
-from onegraph.checkpoint.base_weights import Whole, whole_weights
+from onegraph.checkpoint.base_weights import Whole, whole_weights, without_bias
 from onegraph.checkpoint.container import cast, serialise, write_bytes
 from onegraph.checkpoint.contents import Contents, chosen_name, contents
 from onegraph.checkpoint.dialects import peft, peft_config
@@ -40,7 +40,7 @@ def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.d
         flat = {
             peft.key_of(path, ending): tensor
             for path, method in whole.methods.items()
-            for ending, tensor in form.write(Layered(method, whole.own.get(path, found.tensors[path]), found.layers[path], config)).items()
+            for ending, tensor in form.write(Layered(method, whole.parameters[path], found.layers[path], config)).items()
         }
         flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
         flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
@@ -67,11 +67,10 @@ def peft_config_of(
         CheckpointError: ``adapter-unsupported`` for what PEFT has no place for.
     """
     given = dict(fields or {})
-    form = _form_of(found.methods)
+    form = _form_of({path: without_bias(method) for path, method in found.methods.items()})
     whole = whole_weights(adapters, found, form, given)
     given |= {name: value for name, value in whole.fields.items() if name in given}
     layers = {path: found.layers[path] for path in whole.methods}
-    tensors = {path: found.tensors[path] for path in whole.methods}
     everywhere = file_paths(adapters.model, [place.path for place in places(adapters.model)]).values()
     if elsewhere := sorted(f"{path} ({class_of(layer)})" for path, layer in layers.items() if class_of(layer) not in form.takes):
         raise CheckpointError(
@@ -84,7 +83,7 @@ def peft_config_of(
     own: dict[str, object] = {"target_modules": targets, **whole.fields}
     if "fan_in_fan_out" in form.fields:
         own["fan_in_fan_out"] = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
-    own |= form.config(Written(whole.methods, layers, tensors, targets, given))
+    own |= form.config(Written(whole.methods, layers, targets, given))
     return form, {**form.defaults, **own, **given}, whole
 
 

@@ -19,6 +19,7 @@ from onegraph.methods.oft import OFT
 from onegraph.methods.rank_allocation import RankAllocator, orthogonality, rank_masks
 from onegraph.methods.vblora import VBLoRA
 from onegraph.methods.vera import VeRA
+from onegraph.methods.with_bias import WithBias
 
 __all__ = [
     "BOFT",
@@ -40,10 +41,11 @@ __all__ = [
     "RankAllocator",
     "VBLoRA",
     "VeRA",
+    "WithBias",
     "orthogonality",
     "rank_masks",
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (LoRA, DoRA, AdaLoRA, VeRA, VBLoRA, OFT, BOFT, HRA, IA3, MiSS, BitFit, Dense, LoHa, LoKr, NormTuning)
+    method.name: method for method in (LoRA, DoRA, AdaLoRA, VeRA, VBLoRA, OFT, BOFT, HRA, IA3, MiSS, BitFit, Dense, LoHa, LoKr, NormTuning, WithBias)
 }

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,8 +108,9 @@ def parse(
 
 
 def record_of(method: Method) -> dict[str, object]:
-    """A method as JSON-able values: its registered name and its fields."""
-    return {"method": method.name, **{field.name: getattr(method, field.name) for field in dataclasses.fields(method)}}
+    """A method as JSON-able values: its registered name and its fields, which may be methods too."""
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {"method": method.name, **{name: record_of(value) if isinstance(value, Method) else value for name, value in values.items()}}
 
 
 def method_of(record: Mapping[str, object]) -> Method:
@@ -117,7 +119,7 @@ def method_of(record: Mapping[str, object]) -> Method:
     Raises:
         CheckpointError: ``adapter-unsupported`` for a method or field that this version doesn't know.
     """
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items() if key != "method"}
+    values = {key: _value_of(value) for key, value in record.items() if key != "method"}
     method = METHODS.get(str(record.get("method")))
     if method is None:
         raise CheckpointError(
@@ -134,3 +136,9 @@ def method_of(record: Mapping[str, object]) -> Method:
             code="adapter-unsupported",
         )
     return method(**values)
+
+
+def _value_of(value: object) -> Any:
+    if isinstance(value, dict) and "method" in value:
+        return method_of(value)  # a method of another one
+    return tuple(value) if isinstance(value, list) else value

@@ -22,6 +22,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLED_WEIGHTS_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
 SHARED_PREFIX = "base_model."
+# A module trained whole, where bias="all" saves its copy under the name that it has inside PEFT.
+_COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
             shared[own] = tensor
         else:
             _refuse_other_methods(key, form, path)
-            own_name = name.replace(".base_layer.", ".")
+            if ".original_module." in name:
+                continue  # what bias="all" also saves of a module that is trained whole: nothing reads it
+            own_name = _COPY.sub(".", name.replace(".base_layer.", "."))
             base_weights[own_name] = tensor
             if _is_saved(own_name, config):
                 whole.add(own_name)

@@ -76,14 +76,12 @@ class Written:
     Args:
         methods: Module path -> method, all of one form.
         layers: Module path -> layer.
-        tensors: Module path -> our parameter -> tensor.
         targets: ``target_modules`` of the configuration.
         kept: The fields that a loaded configuration had beyond the adapter itself, and those that were given.
     """
 
     methods: Mapping[str, Method]
     layers: Mapping[str, Layer]
-    tensors: Mapping[str, Mapping[str, Tensor]]
     targets: list[str] | str
     kept: Mapping[str, object]
 
