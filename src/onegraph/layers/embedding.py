@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -38,14 +39,16 @@ class EmbeddingLayer(ProductLayer):
         """(O, R)."""
         return (self.out_features, rank)
 
+    def without_padding_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Rows (..., O) found for ids (...), those of ``padding_idx`` without a gradient: as torch leaves that row of a table."""
+        if self.padding_idx is None:
+            return rows
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+
     def project(self, x: Tensor, down: Tensor) -> Tensor:
         """From ids (...), down (R, I) -> (..., R) in the dtype of ``down``: it is cheaper to cast what is found than all."""
-        h = self.look_up(x, down.t())
+        h = functional.embedding(x, down.t(), self.padding_idx)
         return h if self.output_scale == 1.0 else h * self.output_scale
-
-    def look_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        """From ids (...), any table (I, R) -> (..., R), unscaled; the row ``padding_idx`` gets no gradient."""
-        return functional.embedding(ids, table, self.padding_idx)
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
         """From h (..., R), up (O, R) -> (..., O)."""

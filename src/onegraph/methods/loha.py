@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onegraph.layers.base import Layer
 from onegraph.layers.embedding import EmbeddingLayer
@@ -132,8 +133,8 @@ class LoHa(Method):
         first_up = self._scaled_up(p, layer, training=training)
         if isinstance(layer, EmbeddingLayer):
             first = layer.expand(layer.project(x, p["first_down"]), first_up)
-            second = layer.expand(layer.look_up(x, p["second_down"].t()), p["second_up"])
-            return y + (first * second).to(y.dtype)
+            second = layer.expand(functional.embedding(x, p["second_down"].t()), p["second_up"])
+            return y + layer.without_padding_gradient(x, first * second).to(y.dtype)
         down = _khatri_rao(self._down(p, "first"), self._down(p, "second"))
         up = _khatri_rao(first_up.t(), p["second_up"].t()).t()
         num_ranks = down.shape[0]

@@ -255,7 +255,6 @@ def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Embed
     inner = functional.embedding(ids % size, down.t())
     if up is not None:
         inner = functional.linear(inner, up.to(inner.dtype))
-    change = (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2)
-    if layer.padding_idx is not None:  # its row gets no gradient; here every row shares its numbers with others
-        change = torch.where((ids == layer.padding_idx).unsqueeze(-1), change.detach(), change)
+    # Every row shares its numbers with others, the padding row too.
+    change = layer.without_padding_gradient(ids, (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2))
     return change if layer.output_scale == 1.0 else change * layer.output_scale
