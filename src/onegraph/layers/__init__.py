@@ -13,6 +13,7 @@ from onegraph.layers.embedding import EmbeddingLayer, describe_embedding
 from onegraph.layers.linear import LinearLayer, describe_linear
 from onegraph.layers.module import ModuleLayer, describe_module
 from onegraph.layers.norm import NormLayer, describe_norm
+from onegraph.layers.quantized import QuantizedLinear, describe_quantized, refusal_of_quantized
 
 __all__ = [
     "KINDS",
@@ -24,6 +25,7 @@ __all__ = [
     "ModuleLayer",
     "NormLayer",
     "ProductLayer",
+    "QuantizedLinear",
     "ReadLinearLayer",
     "describe",
     "describe_any",
@@ -32,6 +34,7 @@ __all__ = [
 
 _DESCRIBERS: tuple[Callable[[nn.Module], Layer | None], ...] = (
     describe_attention,
+    describe_quantized,
     describe_linear,
     describe_conv,
     describe_embedding,
@@ -54,4 +57,4 @@ def describe_any(module: nn.Module) -> Layer | None:
 
 def refusal(module: nn.Module) -> str | None:
     """Why a module of a kind that can be adapted can't be, being what it is; None where nothing special is known."""
-    return refusal_of_attention(module)
+    return refusal_of_attention(module) or refusal_of_quantized(module)

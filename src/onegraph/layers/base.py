@@ -94,7 +94,7 @@ class Layer(ABC):
         assert present is not None
         return nn.Parameter(torch.empty_like(present.detach()).copy_(self.stored(merged)), requires_grad=False)
 
-    def settle(self, module: nn.Module) -> None:
+    def settle(self, module: nn.Module) -> None:  # noqa: B027 - most kinds keep nothing
         """Bring what a module keeps between calls into the form that ``forward`` reads, once, before it is adapted."""
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
