@@ -119,8 +119,12 @@ def prepare(
     check_capacity(plan, capacity)
     present = {path: list(layer.structures) for path, layer in layers.items()}
     plan = Plan(tuple(replace(entry, method=entry.method.computed_as(present.get(entry.path, ()))) for entry in plan))
-    weights = {entry.path: base_weight(places[entry.path].module, entry.layer) for entry in plan}
-    initial = {entry.path: entry.method.initial(entry.layer, weights[entry.path], generator) for entry in plan}
+    weights: dict[str, Tensor] = {}
+    initial: dict[str, dict[str, Tensor]] = {}
+    for entry in plan:
+        weight = base_weight(places[entry.path].module, entry.layer)
+        initial[entry.path] = entry.method.initial(entry.layer, weight, generator)
+        weights[entry.path] = weight.new_empty(0)  # dtype and device: quantised weights are not kept expanded, all at once
     record = Record.of(plan)
     by_path = {entry.path: entry for entry in plan}
     parts = {
