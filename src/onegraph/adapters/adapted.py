@@ -197,5 +197,6 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
 
 
 def base_weight(module: nn.Module, layer: Layer) -> Tensor:
-    """The canonical weight of a layer, adapted or not."""
-    return layer.base_tensors(module.base_layer if isinstance(module, Adapted) else module)["weight"].detach()
+    """The canonical weight of a layer, adapted or not; the first tensor of a module that has none of that name."""
+    own = layer.base_tensors(module.base_layer if isinstance(module, Adapted) else module)
+    return own.get("weight", next(iter(own.values()))).detach()

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from onegraph.adapters.adding import prepare
 from onegraph.adapters.checks import check_finite, check_name, check_rows, merged_error, no_rows_error
+from onegraph.adapters.combine import Combination, combine
 from onegraph.adapters.files import file_functions
 from onegraph.adapters.graphs import Graphs
 from onegraph.adapters.growth import grow
+from onegraph.adapters.merge import merge, merge_and_unload, unmerge
 from onegraph.adapters.records import Record
 from onegraph.adapters.select import Targets, select
 from onegraph.adapters.values import AdapterValues
@@ -69,7 +71,12 @@ class Adapters(AdapterValues):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the base model runs alone: every layer is on its identity slot."""
+        """Inside, the base model runs alone: every layer is on its identity slot.
+
+        Raises:
+            AdapterError: ``merged``: what is written into the weights can't be switched off.
+        """
+        self._not_merged("the base model alone can't run")
         before = self._active
         self.use(None)
         try:
@@ -129,6 +136,45 @@ class Adapters(AdapterValues):
         check_finite(factor, f"the factor for {name!r}")
         settings = {path: method.settings(self.layers[path].layer) for path, method in record.methods.items()}
         self.set_setting(name, SCALE, {path: values[SCALE] * factor for path, values in settings.items()})
+
+    # In the weights
+
+    @property
+    def merged(self) -> list[str]:
+        """The adapters that are written into the weights now."""
+        return list(self._merged)
+
+    def merge(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        weights: Sequence[float] | Mapping[str, float] | None = None,
+        safe: bool = True,
+    ) -> None:
+        """Write adapters (the active one by default) into the weights of the base: see ``onegraph.adapters.merge.merge``."""
+        self._alive()
+        merge(self, names, weights=weights, safe=safe)
+
+    def unmerge(self) -> None:
+        """Hang the very same Parameters back that ``merge`` put aside, and use the adapter that was active."""
+        self._alive()
+        unmerge(self)
+
+    def merge_and_unload(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        weights: Sequence[float] | Mapping[str, float] | None = None,
+        safe: bool = True,
+    ) -> nn.Module:
+        """Merge, unless that is done, and return the plain model with the new weights; these adapters are gone."""
+        self._alive()
+        return merge_and_unload(self, names, weights=weights, safe=safe)
+
+    def combine(self, name: str, weights: Mapping[str, float], how: str = "sum", **options: Any) -> Combination:
+        """Add an adapter that is a weighted sum of others: see ``onegraph.adapters.combine.combine``."""
+        self._alive()
+        return combine(self, name, weights, how, **options)
 
     # Adding and deleting
 
@@ -254,6 +300,7 @@ class Adapters(AdapterValues):
     def detach(self) -> nn.Module:
         """Put the plain layers back and let the base parameters train again that did before. Returns the model; these adapters are gone."""
         self._alive()
+        self._not_merged("adapters can't be detached")
         self._surgery.undo()
         self.layers, self._records, self._structures, self._active = {}, {}, {}, None
         return self.model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.adapted import Adapted
-from onegraph.adapters.checks import check_finite, check_tensors, unknown_adapter, unknown_setting
+from onegraph.adapters.checks import check_finite, check_tensors, merged_error, unknown_adapter, unknown_setting
 from onegraph.adapters.growth import Structure
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.records import Record
@@ -105,6 +105,7 @@ class AdapterValues:
             AdapterError: ``unknown-adapter``, ``tensor-unknown``, ``tensor-missing``, ``tensor-shape``; several are collected.
         """
         record = self._record(name)
+        self._not_in_weights(name)
         expected = {path: (method, method.parameters(self.layers[path].layer)) for path, method in record.methods.items()}
         shared = record.shared()
         for method in shared.values():
@@ -140,6 +141,7 @@ class AdapterValues:
                 without effect anyway).
         """
         record = self._record(name)
+        self._not_in_weights(name)
         values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(record.methods, float(value))
         kept = {path for path, structure in record.structures.items() if setting in self._structures[structure].settings}
         for path, number in values.items():
@@ -184,6 +186,10 @@ class AdapterValues:
         if self._active is None:
             raise AdapterError("no adapter is active", hint="name one, or use() one first", code="no-active-adapter")
         return self._active
+
+    def _not_in_weights(self, name: str) -> None:
+        if name in self._merged:
+            raise merged_error(f"adapter {name!r} can't be changed", self._merged)
 
     def _slots(self, path: str, record: Record) -> Slots:
         return self.layers[path].structures[record.structures[path]]

@@ -81,8 +81,8 @@ def compile(
         settings: Defaults to ``CompileSettings()``: inductor, by blocks, fullgraph.
         gradient_checkpointing: Recompute each region in the backward pass, inside the graph. For diffusers and transformers models use this
             instead of the model's own switch.
-        protect: Set the switches that keep results right on this torch (``protections.py``); False is for showing that they are needed, with
-            torch as it comes.
+        protect: Set the switches that keep results right on this torch (``protections.py``); False is torch as it comes, to show that they
+            are needed.
         **overrides: Single fields of the settings: ``backend=``, ``regions=``, ``dynamic=``, ``mode=``, ``fullgraph=``, ``options=``.
 
     Returns:

@@ -69,7 +69,9 @@ def summed_differences(
 ) -> dict[str, Tensor]:
     """The weighted sum of differences, each with its own strength, for a strength of 1."""
     present = [(values, weight * values["scale"]) for values, weight in zip(tensors, weights) if values]
-    return {name: sum((values[name] * factor for values, factor in present), torch.zeros(spec.shape)) for name, spec in specs.items()}
+    device = present[0][1].device if present else None
+    zeros = {name: torch.zeros(spec.shape, device=device) for name, spec in specs.items()}
+    return {name: sum((values[name] * factor for values, factor in present), start) for name, start in zeros.items()}
 
 
 def _changed(name: str, value: Tensor, p: Mapping[str, Tensor]) -> Tensor:
