@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import onegraph
 from onegraph.adapters import Adapters, attach
-from onegraph.adapters.merge import merge, unmerge
 from onegraph.compiling import Watch
 from onegraph.layers import describe_any
 from onegraph.methods import METHODS, Method
@@ -52,6 +51,8 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """Every kind of layer, and two equal blocks."""
+
+    _repeated_blocks = ("Block",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ def require(condition: bool, message: str) -> None:
 
 def close(found: Tensor, expected: Tensor, what: str, tolerance: float = 2e-5) -> None:
     error = float((found - expected).detach().abs().max()) if found.numel() else 0.0
-    limit = tolerance * max(1.0, float(expected.abs().max()))
+    limit = tolerance * max(1.0, float(expected.detach().abs().max()))
     require(error <= limit, f"{what}: off by {error:.2e}, {limit:.1e} is allowed")
 
 
@@ -178,9 +179,9 @@ class Stress:
         self.active: str | None = None
         self.adapters = self._attached()
         if num_adapters > 1:
-            self.adapters.reserve(num_adapters=num_adapters)
             for kind in self.kinds:
                 self.adapters.reserve(method=METHODS[kind](**self._most(kind)), targets=self.layers[kind])
+            self.adapters.reserve(num_adapters=num_adapters)  # of each structure that there is by now
         while len(self.held) < num_adapters:
             self.add(self.kinds[len(self.held) % len(self.kinds)])
         self.num_adapters = num_adapters
@@ -477,7 +478,7 @@ class Stress:
         names = self.random.sample(list(self.held), self.random.choice([1, 1, 2]))
         weights = [1.0] if len(names) == 1 else [round(self.random.uniform(-1, 1), 2) for _ in names]
         before = [id(parameter) for parameter in self._base_parameters()]
-        merge(self.adapters, names, weights=weights)
+        self.adapters.merge(names, weights=weights)
         ids = self.ids()
         self.model.eval()
         with torch.no_grad():
@@ -487,7 +488,7 @@ class Stress:
             else:
                 expected = self._sum_of(dict(zip(names, weights)))(ids)
         close(found, expected, f"{names} merged with {weights}", 1e-4)
-        unmerge(self.adapters)
+        self.adapters.unmerge()
         require(before == [id(parameter) for parameter in self._base_parameters()], "unmerging gave other base weights")
         self.infer(self.active)
 
