@@ -129,7 +129,7 @@ def _matched(model: nn.Module, everywhere: list[Place], targets: Targets, option
         return [place for place in everywhere if any(targets(path, _plain(place.module)) for path in place.paths)]
     if targets == ALL_LINEAR:
         head = _output_head(model)
-        return [place for place in everywhere if _plain(place.module) is not head and isinstance(_plain(place.module), nn.Linear)]
+        return [place for place in everywhere if _plain(place.module) is not head and _is_linear(_plain(place.module))]
     if isinstance(targets, str):
         pattern = _pattern(targets, option)
         return [place for place in everywhere if any(pattern.fullmatch(path) for path in place.paths)]
@@ -155,6 +155,11 @@ def _matched(model: nn.Module, everywhere: list[Place], targets: Targets, option
         )
     hit = {id(place) for place in found}
     return [place for place in everywhere if id(place) in hit]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    layer = describe(module)
+    return isinstance(module, nn.Linear) or (layer is not None and layer.kind == "linear" and not list(module.children()))
 
 
 def _pattern(text: str, option: str) -> re.Pattern[str]:
