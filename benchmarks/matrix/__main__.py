@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from matrix import report
 from matrix.features import FEATURES
 from matrix.ours import Ours
 from matrix.theirs import Theirs
 from matrix.work import Cell, NoSuchFeatureError, case_of, first_line
-
 from onegraph.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix.work import DENSE, IDS, ROWS, Case, Cell, Model, NoSuchFeatureError, counted, defined, difference, differences, make_model
 from torch import Tensor
 
 import onegraph
 import onegraph.checkpoint
+from matrix.work import DENSE, IDS, ROWS, Case, Cell, Model, NoSuchFeatureError, counted, defined, difference, differences, make_model
 from onegraph.adapters import Adapters, attach
 from onegraph.compiling import Watch
 from onegraph.methods import Method
@@ -297,6 +297,7 @@ def add_delete(ours: Ours, cell: Cell, mode: str) -> None:
             alone.load_tensors(like, session.held[name])
             _compare_with(session, cell, alone, name, like, mode)
             session.adapters.delete(name)
+            del session.held[name], session.settings[name]
         session.adapters.use("a")
         session.untouched("a", "b", "c")
         session.compare(cell, "a", mode)
@@ -556,8 +557,9 @@ def peft_file_out(ours: Ours, cell: Cell, mode: str) -> None:
 def peft_file_in(ours: Ours, cell: Cell, mode: str) -> None:
     if ours.case.peft is None and ours.case.no_peft:
         raise NoSuchFeatureError(f"PEFT has {ours.case.no_peft}")
-    from matrix.theirs import randomised
     from peft import get_peft_model
+
+    from matrix.theirs import randomised
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("a", "b"):

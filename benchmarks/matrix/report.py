@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix.features import FEATURES
 
+from matrix.features import FEATURES
 from onegraph.methods import METHODS
 
 Results = dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -49,8 +49,9 @@ def markdown(results: Results, head: dict[str, Any]) -> str:
     lines = [
         "# Every method, every feature",
         "",
-        f"Written by `bash scripts/matrix` (torch {head['torch']}, backend aot_eager, float32, two small blocks and a head). Each cell was run, not looked up: every output and gradient is compared with that of a freshly "
-        "built eager model that holds this one adapter, and Watch counts what was compiled.",
+        f"Written by `bash scripts/matrix` (torch {head['torch']}, backend aot_eager, float32, two small blocks and a head).",
+        "Each cell was run, not looked up: every output and gradient is compared with that of a freshly built eager model that holds",
+        "this one adapter, and Watch counts what was compiled.",
         "",
         "- ✓ right, on the graphs that were there",
         "- ↻ right, but it compiled again or broke the graph",
@@ -59,17 +60,18 @@ def markdown(results: Results, head: dict[str, Any]) -> str:
         "",
     ]
     for library, title in _NAMES.items():
-        counts = {verdict: 0 for verdict in _SIGNS}
+        counts = dict.fromkeys(_SIGNS, 0)
         for cells in results.values():
             for cell in cells.values():
                 counts[cell[library]["verdict"]] += 1
         lines += [f"## {title}", ""]
         lines += [", ".join(f"{count} {_SIGNS[verdict]}" for verdict, count in counts.items()), ""]
         lines += _grid(results, library)
-    lines += ["## Figures", ""]
     lines += [
-        "Errors are the largest difference over the largest element: of the output, and of the gradients. Then graphs captured, graph breaks, "
-        "recompilations. Two figures are training and inference.",
+        "## Figures",
+        "",
+        "Errors are the largest difference over the largest element: of the output / of the gradients. Then graphs captured, graph breaks,",
+        "recompilations.",
         "",
     ]
     for method, cells in results.items():

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix.work import IDS, ROWS, Case, Cell, NoSuchFeatureError, counted, difference, differences, first_line, make_model
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
+from matrix.work import IDS, ROWS, Case, Cell, NoSuchFeatureError, counted, difference, differences, first_line, make_model
 from onegraph.compiling import Watch
 
 # What PEFT says at every call; the cells say it themselves.

@@ -269,7 +269,7 @@ class Cell:
 
     @property
     def verdict(self) -> str:
-        """``pass``; ``recompiles`` where the numbers are right but not on one graph; ``fail``; ``none`` where there is nothing to measure."""
+        """``pass``; ``recompiles``: right, but not on one graph; ``fail``; ``none``: nothing to measure."""
         if self.missing:
             return "none"
         wrong = (self.output_error or 0) > self.output_tolerance or (self.gradient_error or 0) > self.gradient_tolerance
