@@ -56,7 +56,7 @@ def run_rows(
         def all_adapted(*all_p: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             tensors = own
             for (method, _), p in zip(methods, all_p):
-                tensors = method.adapt_tensors(tensors, p, layer, training=training)
+                tensors = {**tensors, **method.adapt_tensors(tensors, p, layer, training=training)}
             return tensors
 
         return layer.call_rows(module, all_adapted, [p for _, p in methods], x, *args, **kwargs)

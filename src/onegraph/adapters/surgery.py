@@ -49,7 +49,9 @@ class Surgery:
             if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(inner, Adapted) for inner in module.modules()):
                 self._switch_off(module, "activation_relu_or_gelu")
         for module in self.model.modules():
-            if isinstance(module, nn.TransformerEncoder) and any(not vars(layer).get("activation_relu_or_gelu", 1) for layer in module.layers):
+            if isinstance(module, nn.TransformerEncoder) and any(
+                not vars(layer).get("activation_relu_or_gelu", 1) for layer in module.layers
+            ):
                 self._switch_off(module, "use_nested_tensor")
 
     def _switch_off(self, module: nn.Module, attribute: str) -> None:

@@ -66,7 +66,11 @@ class AttentionLayer(LinearLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Every row as an input without a batch axis, with its own weight. Arguments are those of the module."""
+        """Every row as an input without a batch axis, with its own weight. Arguments are those of the module.
+
+        It asks for the attention weights whether they are wanted or not: torch's fused attention can't be batched once more on
+        every device, the one that keeps (B, heads, T, T) can.
+        """
         names = ("key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
         given = {**dict(zip(names, args)), **kwargs}
         axis, num_rows = self.batch_axis, x.shape[self.batch_axis]
@@ -78,15 +82,15 @@ class AttentionLayer(LinearLayer):
             per_row = mask.dim() == 3  # (B * heads, T, T)
             carried["attn_mask"] = mask.reshape(num_rows, -1, *mask.shape[1:]) if per_row else mask
             axes["attn_mask"] = 0 if per_row else None
-        wanted = bool(given.get("need_weights", True))
+        wanted = given.pop("need_weights", True)
 
-        def one(inputs: dict[str, Tensor], *p: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            y, weights = self.call(module, adapted(*p), **inputs, **given)
-            return (y, weights) if wanted else (y,)
+        def one(inputs: dict[str, Tensor], *p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = self.call(module, adapted(*p), **inputs, **given, need_weights=True)
+            return found
 
-        out = (axis, 0) if wanted else (axis,)
-        found = vmap(one, in_dims=(axes, *(0 for _ in rows)), out_dims=out, randomness="different")(carried, *rows)
-        return found[0], found[1] if wanted else None
+        run = vmap(one, in_dims=(axes, *(0 for _ in rows)), out_dims=(axis, 0), randomness="different")
+        y, weights = run(carried, *rows)
+        return y, weights if wanted else None
 
 
 @dataclass(frozen=True, kw_only=True)
