@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onegraph.layers.base import Layer
 from onegraph.methods.base import Method, ParameterSpec
@@ -76,14 +77,14 @@ class HRA(Method):
         """X - s (x U) T^T U^T, where activations can be reflected."""
         if not turns_activations(layer):
             return x
-        vectors, after = self._factors(p, transposed=True)
-        vectors, after = vectors.to(x.dtype), after.to(x.dtype)
+        directions, after = self._factors(p, transposed=True)
+        directions, after = directions.to(x.dtype), after.to(x.dtype)
         axis = layer.channel_axis % x.dim()
         if axis != x.dim() - 1:
             parts = x.flatten(axis + 1)
-            return x - (after.t() @ (vectors.t() @ parts)).reshape(x.shape).to(x.dtype)
+            return x - (after.t() @ (directions @ parts)).reshape(x.shape).to(x.dtype)
         rows = x.reshape(-1, x.shape[-1])
-        h = rows @ vectors
+        h = functional.linear(rows, directions)
         found = torch.addmm(rows, h, after, alpha=-1) if h.dtype == x.dtype else rows - (h @ after).to(x.dtype)
         return found.reshape(x.shape)
 
@@ -94,48 +95,47 @@ class HRA(Method):
         if turns_activations(layer):
             return y
         assert base is not None
-        vectors, after = self._factors(p, transposed=False)
+        directions, after = self._factors(p, transposed=False)
         weight = base["weight"].flatten(1)
-        up = -(weight @ vectors.to(weight.dtype))
+        up = -functional.linear(weight, directions.to(weight.dtype))
         h = layer.project(x, after.reshape(-1, layer.in_features, *layer.kernel_size))
         return layer.add_expanded(y, h, up.reshape(layer.up_shape(up.shape[-1])))
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W - s (W U) T U^T."""
-        vectors, after = self._factors(p, transposed=False)
+        directions, after = self._factors(p, transposed=False)
         rows = weight.flatten(1)
-        change = (rows @ vectors.to(rows.dtype)) @ after.to(rows.dtype)
+        change = functional.linear(rows, directions.to(rows.dtype)) @ after.to(rows.dtype)
         return (rows - change.to(rows.dtype)).reshape(weight.shape)
 
     def _factors(self, p: Mapping[str, Tensor], *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """U (n, R) and s T U^T (R, n), or s T^T U^T."""
+        """U^T (R, n) and s T U^T (R, n), or s T^T U^T. Rows, since thin products with columns, and their gradients, take far longer."""
         vectors = p["vectors"]
         with full_precision(vectors):
             scale = p["scale"].to(vectors.dtype)
-            vectors = _unit(vectors)
+            directions = _unit(vectors.mT.contiguous())
             if self.gram_schmidt:
-                vectors = _orthonormal(vectors)
-                return vectors, vectors.mT * (2 * scale)
-            products = vectors.mT @ vectors
-            inverse = products.triu(1) + 0.5 * torch.eye(products.shape[-1], dtype=products.dtype, device=products.device)
-            if transposed:
-                inverse = inverse.mT
-            return vectors, torch.linalg.solve_triangular(inverse, vectors.mT * scale, upper=not transposed)
+                directions = _orthonormal(directions)
+                return directions, directions * (2 * scale)
+            identity = torch.eye(directions.shape[0], dtype=directions.dtype, device=directions.device)
+            inverse = (directions @ directions.mT).triu(1) + 0.5 * identity
+            mixing = torch.linalg.solve_triangular(inverse, identity * scale, upper=True)
+            return directions, (mixing.mT if transposed else mixing) @ directions
 
 
-def _unit(vectors: Tensor, least: float = 0.0) -> Tensor:
-    """Columns of norm 1; those with a norm of at most ``least`` are zeros, without a gradient."""
-    squared = vectors.square().sum(-2, keepdim=True)
+def _unit(directions: Tensor, least: float = 0.0) -> Tensor:
+    """Rows of norm 1; those with a norm of at most ``least`` are zeros, without a gradient."""
+    squared = directions.square().sum(-1, keepdim=True)
     kept = squared > least**2
-    return vectors * torch.where(kept, torch.where(kept, squared, 1.0).rsqrt(), 0.0)
+    return directions * torch.where(kept, torch.where(kept, squared, 1.0).rsqrt(), 0.0)
 
 
-def _orthonormal(vectors: Tensor) -> Tensor:
-    """Unit columns, each without its part in the space of those before it; zeros where nothing is left."""
-    done = [vectors[:, :1]]
-    for place in range(1, vectors.shape[-1]):
-        basis = torch.cat(done, dim=-1)
-        rest = vectors[:, place : place + 1]
-        rest = rest - basis @ (basis.mT @ rest)
+def _orthonormal(directions: Tensor) -> Tensor:
+    """Unit rows, each without its part in the space of those before it; zeros where nothing is left."""
+    done = [directions[:1]]
+    for place in range(1, directions.shape[0]):
+        basis = torch.cat(done)
+        rest = directions[place : place + 1]
+        rest = rest - (rest @ basis.mT) @ basis
         done.append(_unit(rest, _DEPENDENT))
-    return torch.cat(done, dim=-1)
+    return torch.cat(done)
