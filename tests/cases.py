@@ -13,7 +13,25 @@ from transformers.pytorch_utils import Conv1D
 
 from onegraph.adapters.run import run
 from onegraph.layers import Layer, describe_any
-from onegraph.methods import BOFT, HRA, IA3, OFT, AdaLoRA, BitFit, Dense, DoRA, LoHa, LoKr, LoRA, Method, MiSS, NormTuning, VBLoRA, VeRA
+from onegraph.methods import (
+    BOFT,
+    HRA,
+    IA3,
+    OFT,
+    AdaLoRA,
+    BitFit,
+    Dense,
+    DoRA,
+    LoHa,
+    LoKr,
+    LoRA,
+    Method,
+    MiSS,
+    NormTuning,
+    VBLoRA,
+    VeRA,
+    WithBias,
+)
 from reference.adalora import adalora
 from reference.boft import boft
 from reference.dora import dora, norms
@@ -26,6 +44,7 @@ from reference.oft import oft
 from reference.products import dense, difference, loha, lokr
 from reference.vblora import vblora
 from reference.vera import vera
+from reference.with_bias import with_bias
 
 
 class OwnRMSNorm(nn.Module):
@@ -178,6 +197,8 @@ METHODS: dict[str, MethodCase] = {
     "lokr-random": MethodCase(LoKr(rank=2, init="random"), by_weight(lokr), starts_elsewhere=True),
     "dense": MethodCase(Dense(), dense, starts_at_fixed_values=True),
     "bitfit": MethodCase(BitFit(), by_weight(difference), starts_at_fixed_values=True),
+    "with-bias": MethodCase(WithBias(inner=AdaLoRA(rank=4, alpha=3.0)), with_bias(adalora)),
+    "with-bias-by-weight": MethodCase(WithBias(inner=MiSS(rank=4, form="bat")), with_bias(by_weight(bat)), starts_at_fixed_values=True),
     "norm-tuning": MethodCase(NormTuning(), by_weight(difference), starts_at_fixed_values=True),
 }
 

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from onegraph import load, save
-from onegraph.adapters import Adapters, adapters_of
-from onegraph.checkpoint import read
+from onegraph.adapters import Adapters, adapters_of, attach
+from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.errors import CheckpointError
+from onegraph.methods import BOFT, HRA, IA3, BitFit, Dense, LoRA, NormTuning
 
 # PEFT warns of what it adjusts, of saved embeddings and of projections that it leaves out.
 pytestmark = [
@@ -145,8 +146,10 @@ CASES: dict[str, Case] = {
             "rank_dropout_scale": True,
         },
     ),
+    # Not on a Conv1d: there PEFT's own Kronecker product fails.
     "lokr-effective": Case(
-        peft.LoKrConfig, {"target_modules": ["conv", "line"], "r": 1, "use_effective_conv2d": True, "init_weights": False}
+        peft.LoKrConfig,
+        {"target_modules": ["conv"], "r": 3, "decompose_factor": 1, "use_effective_conv2d": True, "init_weights": False},
     ),
     "vera": Case(peft.VeraConfig, {"target_modules": LINEAR, "r": 4, "d_initial": 0.3, "vera_dropout": 0.1}),
     "vera-by-key": Case(peft.VeraConfig, {"target_modules": LINEAR, "r": 4, "projection_prng_key": 7, "save_projection": False}),
@@ -194,7 +197,8 @@ def peft_model(case: Case) -> peft.PeftModel:
 
 
 def output(model: nn.Module) -> torch.Tensor:
-    return model(ids()).detach()  # without gradients PEFT's LoKr fails inside torch.kron
+    with torch.no_grad():
+        return model(ids())
 
 
 def expected(model: peft.PeftModel, case: Case) -> torch.Tensor:
@@ -244,3 +248,248 @@ def test_a_folder_means_the_same_in_both_directions(tmp_path: Path, name: str) -
         key: value for key, value in configs[1].items() if key not in free
     }
     assert configs[0].keys() == configs[1].keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_method_goes_through_our_own_format_unchanged(tmp_path: Path, name: str) -> None:
+    peft_model(CASES[name]).save_pretrained(tmp_path / "theirs")
+    ours = load(net(), tmp_path / "theirs")
+    save(ours, tmp_path / "first.safetensors")
+    again = load(net(), tmp_path / "first.safetensors")
+    assert again.methods("default") == ours.methods("default")
+    assert torch.equal(output(again.model), output(ours.model))
+    save(again, tmp_path / "second.safetensors")
+    assert (tmp_path / "first.safetensors").read_bytes() == (tmp_path / "second.safetensors").read_bytes()
+    for folder in ("a", "b"):
+        save(again if folder == "b" else ours, tmp_path / folder, format="peft")
+    weights = [(tmp_path / folder / "adapter_model.safetensors").read_bytes() for folder in ("a", "b")]
+    if not CASES[name].settings.get("save_only_topk_weights") and CASES[name].settings.get("save_projection", True):
+        assert weights[0] == weights[1]
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("peft_type", FORMS)
+def test_every_field_of_peft_is_known_with_its_default(peft_type: str) -> None:
+    kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(peft_type)]
+    theirs = kind(**({"total_step": 1} if peft_type == "ADALORA" else {})).to_dict()
+    ours = FORMS[peft_type].defaults
+    assert ours.keys() == theirs.keys()
+    own = {"inference_mode": True, "peft_version": "0.21.2", "total_step": ours.get("total_step")}  # as they are saved
+    assert ours == {key: own.get(key, value) for key, value in theirs.items()}
+
+
+def rewrite(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
+    "adalora": (
+        "adalora",
+        {"init_r": 0, "rank_pattern": {"wide.lora_E": [1]}},
+        "adapter-config",
+        ["init_r = 0", "rank_pattern['wide.lora_E']"],
+    ),
+    "adalora-rank": ("adalora", {"init_r": 5}, "adapter-config", ["block.narrow: init_r is 5"]),
+    "adalora-pattern": ("adalora-pruned", {"rank_pattern": None}, "adapter-config", ["block.narrow: init_r is 3"]),
+    "ia3": ("ia3", {"feedforward_modules": 3}, "adapter-config", ["feedforward_modules = 3"]),
+    "loha": ("loha", {"rank_dropout": 1, "alpha": "x"}, "adapter-config", ["rank_dropout = 1", "alpha = 'x'"]),
+    "loha-rank": ("loha", {"rank_pattern": {}}, "adapter-config", ["block.narrow: r is 2"]),
+    "lokr": (
+        "lokr",
+        {"init_weights": "other", "decompose_factor": 0},
+        "adapter-config",
+        ["init_weights = 'other'", "decompose_factor = 0"],
+    ),
+    "vera": ("vera", {"d_initial": None, "bias": "lora_only"}, "adapter-config", ["d_initial = None", "bias = 'lora_only'"]),
+    "vera-projection": ("vera-by-key", {"save_projection": True}, "adapter-incomplete", ["of the projections there is: none"]),
+    "oft": ("oft", {"coft": 1, "eps": "x"}, "adapter-config", ["coft = 1", "eps = 'x'"]),
+    "boft": ("boft", {"boft_block_size": 8}, "adapter-config", ["boft_block_size is 8"]),
+    "hra": ("hra", {"r": 2}, "adapter-config", ["block.narrow: r is 2"]),
+    "miss": ("miss", {"init_weights": "bat"}, "adapter-config", ["init_weights is 'bat'"]),
+    "vblora": ("vblora", {"num_vectors": 7}, "adapter-config", ["the bank has shape (6, 4)"]),
+    "vblora-topk": ("vblora", {"topk": 0}, "adapter-config", ["topk = 0"]),
+    "another type": ("ln_tuning", {"peft_type": "ROAD"}, "adapter-unsupported", ["'ROAD'", "ADALORA, BOFT, HRA, IA3"]),
+    "a type that is written otherwise": ("ln_tuning", {"peft_type": "LNTUNING"}, "adapter-unsupported", ["'LN_TUNING'"]),
+    "the type of other tensors": ("hra", {"peft_type": "MISS"}, "adapter-keys", ["holds HRA tensors"]),
+    "a method that can't be": ("vblora", {"topk": 9}, "adapter-config", ["topk=9 is more than num_vectors=6"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_configuration_that_is_wrong_is_an_error_that_names_the_fields(tmp_path: Path, name: str) -> None:
+    case, fields, code, what = WRONG[name]
+    peft_model(CASES[case]).save_pretrained(tmp_path)
+    load(net(), tmp_path)
+    rewrite(tmp_path, **fields)
+    model = net()
+    with pytest.raises(CheckpointError) as raised:
+        load(model, tmp_path)
+    assert raised.value.code == code, str(raised.value)
+    for text in what:
+        assert text in str(raised.value)
+    assert adapters_of(model) is None
+
+
+def test_what_describes_the_training_is_written_again(tmp_path: Path) -> None:
+    peft_model(
+        Case(peft.AdaLoraConfig, {"target_modules": ["wide"], "init_r": 3, "target_r": 2, "tinit": 4, "total_step": 99})
+    ).save_pretrained(tmp_path / "theirs")
+    save(load(net(), tmp_path / "theirs"), tmp_path / "ours", format="peft")
+    config = config_of(tmp_path / "ours")
+    assert (config["target_r"], config["tinit"], config["total_step"]) == (2, 4, 99)
+
+
+@pytest.mark.parametrize("missing", ["boft_s", "hada_w2_b", "lokr_w1", "lora_E", "vblora_vector_bank", "vera_B"])
+def test_a_layer_without_one_of_its_tensors_is_incomplete(tmp_path: Path, missing: str) -> None:
+    case = {"boft_s": "boft", "hada_w2_b": "loha", "lokr_w1": "lokr", "lora_E": "adalora", "vblora_vector_bank": "vblora", "vera_B": "vera"}
+    peft_model(CASES[case[missing]]).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if not key.endswith(missing)}, path)
+    with pytest.raises(CheckpointError) as raised:
+        load(net(), tmp_path)
+    assert raised.value.code == "adapter-incomplete"
+
+
+# Generations of OFT
+
+
+def old_folder(folder: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> Path:
+    folder.mkdir()
+    save_file({f"base_model.model.{key}": value for key, value in tensors.items()}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "OFT", "target_modules": ["wide"], "coft": False, "eps": 6e-5, "block_share": False, **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def cayley(blocks: torch.Tensor) -> torch.Tensor:
+    skew = (blocks - blocks.mT) / 2
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype)
+    return torch.block_diag(*((eye - block) @ torch.linalg.inv(eye + block) for block in skew))
+
+
+def with_weight(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The output of the model with another weight, computed in float64."""
+    model = net().double()
+    module = model.get_submodule(path)
+    module.weight.data = change(module.weight.data)
+    return output(model).float()
+
+
+@pytest.mark.parametrize(("path", "num_blocks", "share"), [("wide", 4, False), ("wide", 4, True), ("wide", 3, False), ("conv", 2, False)])
+def test_oft_up_to_0_13_rotates_the_output(tmp_path: Path, path: str, num_blocks: int, share: bool) -> None:
+    """With 3 blocks of 16 outputs, 6 each, the last 2 rows and columns of the rotation are cut off."""
+    num_outputs = net().get_submodule(path).weight.shape[0]
+    size = -(-num_outputs // num_blocks)
+    blocks = torch.randn(1 if share else num_blocks, size, size) * 0.5
+    folder = old_folder(tmp_path / "a", {f"{path}.oft_r": blocks}, r=num_blocks, block_share=share)
+    rotation = cayley(blocks.double().expand(num_blocks, -1, -1))[:num_outputs, :num_outputs]
+    wanted = with_weight(path, lambda weight: (rotation.T @ weight.flatten(1)).reshape(weight.shape))
+    ours = load(net(), folder)
+    assert_near(output(ours.model), wanted)
+    assert ours.methods("default")[path].name == ("dense" if num_blocks == 3 else "oft")
+
+
+@pytest.mark.parametrize("path", ["wide", "conv"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_oft_0_14_and_0_15_rotates_the_input_and_scales(tmp_path: Path, path: str, bounded: bool) -> None:
+    weight = net().get_submodule(path).weight
+    num_columns = weight[0].numel()
+    blocks = torch.randn(num_columns // 4, 4, 4)
+    gain = 1 + 0.3 * torch.randn(weight.shape[0], 1)
+    folder = old_folder(tmp_path / "a", {f"{path}.oft_r": blocks, f"{path}.oft_s": gain}, r=0, oft_block_size=4, coft=bounded, eps=0.01)
+    acting = blocks.double()
+    if bounded:
+        limit = 0.01 * (-(-weight.shape[0] // len(blocks))) ** 2 / len(blocks) ** 0.5
+        acting = torch.stack([block * min(1.0, limit / block.norm()) for block in acting])
+    rotation = cayley(acting)
+    wanted = with_weight(path, lambda weight: (gain * (weight.flatten(1) @ rotation.T)).reshape(weight.shape))
+    assert_near(output(load(net(), folder).model), wanted)
+
+
+@pytest.mark.parametrize("version", [None, "0.17.1", "0.18.0", "0.21.2"])
+def test_the_series_of_oft_before_0_18_had_its_last_term_twice(tmp_path: Path, version: str | None) -> None:
+    vectors = torch.randn(2, 6) * 0.3
+    named = {} if version is None else {"peft_version": version}
+    fields = {"r": 0, "oft_block_size": 4, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5, **named}
+    folder = old_folder(tmp_path / "a", {"wide.oft_R.weight": vectors, "block.wide.oft_R.weight": torch.zeros(2, 6)}, **fields)
+    rows, columns = torch.triu_indices(4, 4, 1)
+    skew = torch.zeros(2, 4, 4, dtype=torch.float64)
+    skew[:, rows, columns] = vectors.double()
+    skew = skew - skew.mT
+    last = 1 if version in ("0.18.0", "0.21.2") else 2
+    rotation = torch.block_diag(*(torch.eye(4) + 2 * q + 2 * q @ q + 2 * q @ q @ q + last * q @ q @ q @ q for q in skew))
+    ours = load(net(), folder)
+    assert_near(output(ours.model), with_weight("wide", lambda weight: weight @ rotation.T))
+    if last == 1:
+        save(ours, tmp_path / "again", format="peft")
+        assert_near(output(peft.PeftModel.from_pretrained(net(), tmp_path / "again").eval()), output(ours.model))
+    else:
+        with pytest.raises(CheckpointError, match=r"0\.16 and 0\.17") as raised:
+            save(ours, tmp_path / "again", format="peft")
+        assert raised.value.code == "adapter-unsupported"
+
+
+def test_the_stages_of_boft_are_those_of_the_tensors(tmp_path: Path) -> None:
+    """PEFT without its CUDA extension has one stage whatever the configuration says; and a file of two stages is read as that."""
+    theirs = peft_model(Case(peft.BOFTConfig, {"target_modules": ["narrow"], "boft_block_size": 4, "boft_n_butterfly_factor": 2}))
+    theirs.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["boft_n_butterfly_factor"] == 2
+    assert_near(output(load(net(), tmp_path).model), output(theirs))
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = "base_model.model.block.narrow.boft_R"
+    assert tensors[key].shape == (1, 4, 4, 4)
+    save_file({**tensors, key: torch.cat([tensors[key], torch.zeros_like(tensors[key])])}, path)
+    ours = load(net(), tmp_path)
+    assert ours.methods("default")["block.narrow"] == BOFT(block_size=4, num_factors=2)
+    assert_near(output(ours.model), output(theirs))
+
+
+# Weights that files hold whole
+
+
+def test_a_module_trained_whole_takes_the_files_values_exactly(tmp_path: Path) -> None:
+    theirs = peft_model(CASES["lora-and-head"])
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.head.0.weight"]
+    ours = load(net(), tmp_path)
+    layer = ours.layers["head.0"]
+    new = layer.base_layer.weight + ours.tensors("default")["head.0"]["weight_difference"]
+    assert (new - saved).abs().max() <= torch.finfo(torch.float32).eps * saved.abs().max()
+    ours.use(None)
+    assert torch.equal(output(ours.model), output(net()))
+
+
+def test_modules_keep_the_names_that_they_were_saved_under(tmp_path: Path) -> None:
+    peft_model(CASES["lora-and-head"]).save_pretrained(tmp_path / "theirs")
+    save(load(net(), tmp_path / "theirs"), tmp_path / "ours", format="peft")
+    assert config_of(tmp_path / "ours")["modules_to_save"] == ["head"]
+
+
+def test_an_adapter_of_several_methods_made_here_is_written_as_modules_to_save(tmp_path: Path) -> None:
+    ours = attach(net(), LoRA(rank=2), targets=["narrow"], overrides=None, also={"head": Dense(), "norm": NormTuning()})
+    for value in ours.parameters().values():
+        value.data += torch.randn(value.shape) * 0.1
+    save(ours, tmp_path / "a", format="peft")
+    assert config_of(tmp_path / "a")["modules_to_save"] == ["head.0", "head.1", "head.2", "norm"]
+    assert_near(output(peft.PeftModel.from_pretrained(net(), tmp_path / "a").eval()), output(ours.model))
+
+
+def test_what_a_folder_has_no_place_for_is_an_error(tmp_path: Path) -> None:
+    cases: list[tuple[Adapters, str]] = [
+        (attach(net(), LoRA(rank=2), targets=LINEAR, also={"conv": HRA(rank=2)}), "no place for hra"),
+        (attach(net(), Dense(), targets=["head.0"]), "no type for an adapter of dense alone"),
+        (attach(net(), HRA(rank=2), targets=["line"]), "line (Conv1d)"),
+        (attach(net(), HRA(rank=2), targets=["wide"], overrides={"block.wide": HRA(rank=4)}), "one r for all layers"),
+        (attach(net(), LoRA(rank=2), targets=["wide"], overrides={"^wide": Dense()}), "would also mean block.wide"),
+        (attach(net(), IA3(), targets=["narrow"], also={"conv": BitFit()}), "no place for bitfit"),
+    ]
+    for adapters, what in cases:
+        with pytest.raises(CheckpointError) as raised:
+            save(adapters, tmp_path / "a", format="peft")
+        assert raised.value.code == "adapter-unsupported"
+        assert what in str(raised.value)
+        assert not (tmp_path / "a").exists()

@@ -47,5 +47,6 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (LoRA, DoRA, AdaLoRA, VeRA, VBLoRA, OFT, BOFT, HRA, IA3, MiSS, BitFit, Dense, LoHa, LoKr, NormTuning, WithBias)
+    method.name: method
+    for method in (LoRA, DoRA, AdaLoRA, VeRA, VBLoRA, OFT, BOFT, HRA, IA3, MiSS, BitFit, Dense, LoHa, LoKr, NormTuning, WithBias)
 }

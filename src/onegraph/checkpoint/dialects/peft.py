@@ -149,16 +149,18 @@ def _shared_name(key: str, form: PeftForm) -> str | None:
 
 
 def _refuse_other_methods(key: str, form: PeftForm, path: Path) -> None:
-    parts = set(key.split("."))
-    for other in FORMS.values():
-        if parts & {ending.partition(".")[0] for ending in other.endings | other.shared}:
-            what = f"a key that no {form.peft_type} file has" if other is form else f"{other.peft_type} tensors"
-            raise CheckpointError(
-                f"{path} holds {what}: {key}.",
-                why=f"{CONFIG_NAME} says that it is of peft_type {form.peft_type}.",
-                hint=f"Use the {CONFIG_NAME} that was saved with these weights.",
-                code="adapter-keys",
-            )
+    """Raise for a key that ends as those of another method, or almost as those of this one."""
+    name, parts = without_prefix(key), set(key.split("."))
+    exact = [other for other in FORMS.values() if any(_pattern(ending).match(name) for ending in other.endings)]
+    near = [other for other in (form, *FORMS.values()) if parts & {ending.partition(".")[0] for ending in other.endings | other.shared}]
+    if other := next(iter(exact + near), None):
+        what = f"a key that no {form.peft_type} file has" if other is form else f"{other.peft_type} tensors"
+        raise CheckpointError(
+            f"{path} holds {what}: {key}.",
+            why=f"{CONFIG_NAME} says that it is of peft_type {form.peft_type}.",
+            hint=f"Use the {CONFIG_NAME} that was saved with these weights.",
+            code="adapter-keys",
+        )
 
 
 def _raise_for(incomplete: list[str], contradictions: list[str], path: Path) -> None:
