@@ -59,7 +59,8 @@ def run_rows(
                 tensors = {**tensors, **method.adapt_tensors(tensors, p, layer, training=training)}
             return tensors
 
-        return layer.call_rows(module, all_adapted, [p for _, p in methods], x, *args, **kwargs)
+        found: Tensor = layer.call_rows(module, all_adapted, [p for _, p in methods], x, *args, **kwargs)
+        return found
     by_weight = [(method, p) for method, p in methods if not method.beside(layer)]
     beside = [(method, p) for method, p in methods if method.beside(layer)]
     base = layer.base_tensors(module) if by_weight or any(method.reads_base for method, _ in beside) else None

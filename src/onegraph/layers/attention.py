@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -129,7 +128,7 @@ def describe_attention(module: nn.Module) -> LinearLayer | None:
 
 def refusal_of_attention(module: nn.Module) -> str | None:
     """Why an ``nn.MultiheadAttention`` can't be adapted; None where it can, or for anything else."""
-    if not isinstance(module, nn.MultiheadAttention) or isinstance(module.in_proj_weight, torch.Tensor):
+    if not isinstance(module, nn.MultiheadAttention) or module._qkv_same_embed_dim:
         return None
     sizes = f"kdim={module.kdim} and vdim={module.vdim} beside embed_dim={module.embed_dim}"
     return f"its input projections are three weights ({sizes}); only those that are one in_proj_weight can be adapted, and its out_proj"
