@@ -438,6 +438,21 @@ def test_dropout_can_be_switched_off_in_place() -> None:
     assert adapters.setting_names("default") == ["dropout", "module_dropout", "scale"]
 
 
+def test_without_randomness_holds_whatever_runs_inside() -> None:
+    model = Model()
+    adapters = attach(model, LoRA(rank=2), targets=TARGETS, name="first")
+    adapters.add("dropped", LoRA(rank=2, dropout=0.5))
+    adapters.add("gone", LoRA(rank=2, dropout=0.5))
+    randomize(adapters, "dropped")
+    with adapters.without_randomness():
+        adapters.use("dropped")
+        assert torch.equal(model(IDS), model(IDS))
+        with adapters.rows(["dropped"] * len(IDS)):
+            assert torch.equal(model(IDS), model(IDS))
+        adapters.delete("gone")
+    assert not torch.equal(model(IDS), model(IDS))
+
+
 def test_input_dropout_beside_an_embedding() -> None:
     model = Model()
     adapters = attach(model, LoRA(rank=2, input_dropout=0.5), targets=TARGETS)

@@ -275,6 +275,21 @@ def test_rows_end_where_they_began(adapters: Adapters) -> None:
     copy.deepcopy(adapters.model)(IDS)  # a copy runs without rows
 
 
+def test_disabled_inside_rows_is_the_base_model(adapters: Adapters) -> None:
+    with adapters.rows(["wide", "small"]):
+        outer = adapters.model(IDS[:2])
+        with adapters.disabled():
+            assert torch.equal(adapters.model(IDS[:2]), alone_base(adapters, IDS[:2]))
+        assert torch.equal(adapters.model(IDS[:2]), outer)
+
+
+def test_a_copy_made_inside_rows_is_outside_of_them(adapters: Adapters) -> None:
+    with adapters.rows(["small", "small"]):
+        other = copy.deepcopy(adapters)
+    other.reserve(num_adapters=9)  # hangs in again what runs
+    torch.testing.assert_close(other.model(IDS), adapters.model(IDS))
+
+
 def alone_base(adapters: Adapters, ids: Tensor) -> Tensor:
     model = copy.deepcopy(adapters)
     model.use(None)

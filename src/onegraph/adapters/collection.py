@@ -71,18 +71,22 @@ class Adapters(AdapterValues):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the base model runs alone: every layer is on its identity slot.
+        """Inside, the base model runs alone: every layer is on its identity slot, inside ``rows`` too.
 
         Raises:
             AdapterError: ``merged``: what is written into the weights can't be switched off.
         """
         self._not_merged("the base model alone can't run")
-        before = self._active
+        before, rows = self._active, self._rows
         self.use(None)
+        self._rows = None
+        self._assign_rows()
         try:
             yield
         finally:
+            self._rows = rows
             self.use(before if before in self._records else None)
+            self._assign_rows()
 
     @contextlib.contextmanager
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,14 @@ class AdapterValues:
         for structure in record.shared():
             tensors = self._shared(structure).parameters(record.slots[structure])
             found |= {parameter: value for parameter, value in tensors.items() if value.requires_grad}
+        return found
+
+    def parameters_by_layer(self, name: str | None = None) -> dict[str, dict[str, nn.Parameter]]:
+        """The same, path -> parameter -> Parameter: what ``RankAllocator`` and ``orthogonality`` take."""
+        found: dict[str, dict[str, nn.Parameter]] = {}
+        for key, value in self.parameters(name).items():
+            path, _, parameter = key.rpartition(".")
+            found.setdefault(path, {})[parameter] = value
         return found
 
     def tensors(self, name: str) -> dict[str, dict[str, Tensor]]:
@@ -155,12 +164,11 @@ class AdapterValues:
 
     @contextlib.contextmanager
     def without_randomness(self) -> Iterator[None]:
-        """Inside, nothing in the adapters that run is drawn at random: every dropout is 0, in place, on the same graph."""
-        running = {self._active} if self._rows is None else {self._active, *self._rows}
+        """Inside, nothing is drawn at random, whichever adapters run: every dropout is 0, in place, on the same graph."""
         before = {
             (name, setting): self.settings_of(name, setting)
-            for name in sorted(name for name in running if name in self._records)
-            for setting in sorted({setting for structure in self._records[name].slots for setting in structure.random_settings})
+            for name, record in self._records.items()
+            for setting in sorted({setting for structure in record.slots for setting in structure.random_settings})
         }
         for name, setting in before:
             self.set_setting(name, setting, 0.0)
@@ -168,9 +176,14 @@ class AdapterValues:
             yield
         finally:
             for (name, setting), values in before.items():
-                self.set_setting(name, setting, values)
+                if name in self._records:
+                    self.set_setting(name, setting, values)
 
     # Inside
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is outside of the rows that the original is inside of: its layers are, too."""
+        return {**self.__dict__, "_rows": None}
 
     def _alive(self) -> None:
         if self._surgery.undone:
