@@ -23,7 +23,10 @@ pytestmark = [
 ]
 FIRST = {type(case.method): case for case in reversed(METHODS.values()) if "linear" in case.method.kinds}
 every_method = pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.method.name)
-WIDTH, INNER = 64, 96
+WIDTH, INNER = (
+    64,
+    128,
+)  # multiples of 64: for others bitsandbytes 0.50.2 lays its blocks out in two ways on a CPU, and reads the wrong scales
 TOLERANCE = 1e-5
 """The expanded weight gives the same numbers to round-off wherever the library's product rounds no activations."""
 ACTIVATIONS = 0.02
@@ -328,14 +331,17 @@ def test_merging_is_as_exact_as_the_format(kind: str) -> None:
 
 @every_kind
 def test_what_is_quantised_again_stays(kind: str) -> None:
-    """Quantising an expanded weight gives it back: nothing is lost but by the adapter. Double quantisation rounds its scales again."""
+    """Quantising an expanded weight gives it back: nothing is lost but by the adapter.
+
+    Two do so nearly: scales that are quantised themselves are rounded again, and torchao puts a row's largest weight at 127 of 127.5 steps.
+    """
     module = KINDS[kind]((WIDTH, INNER))
     layer = describe(module)
     assert layer is not None
     before = layer.base_tensors(module)["weight"].clone()
     module._parameters["weight"] = layer.weight_parameter(module, before)
     after = layer.base_tensors(module)["weight"]
-    assert (after - before).abs().max() <= (2e-3 if kind.startswith(("nf4", "fp4")) else 1e-6) * before.abs().max()
+    assert (after - before).abs().max() <= {"8": 1e-6, "n": 2e-3, "f": 2e-3, "t": 1 / 250}[kind[0]] * before.abs().max()
 
 
 def test_a_tensor_of_unknown_rule_is_not_merged_into() -> None:
