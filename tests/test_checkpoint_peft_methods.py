@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from onegraph import load, save
 from onegraph.adapters import Adapters, adapters_of, attach
@@ -186,8 +187,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def peft_model(case: Case) -> peft.PeftModel:
-    model = peft.get_peft_model(net(), case.config(**case.settings))
+def peft_model(case: Case, base: nn.Module | None = None) -> peft.PeftModel:
+    model = peft.get_peft_model(base or net(), case.config(**case.settings))
     generator = torch.Generator().manual_seed(1)
     for name, value in model.named_parameters():
         if any(mark in name for mark in TRAINED) and "ranknum" not in name:
@@ -493,3 +494,68 @@ def test_what_a_folder_has_no_place_for_is_an_error(tmp_path: Path) -> None:
         assert raised.value.code == "adapter-unsupported"
         assert what in str(raised.value)
         assert not (tmp_path / "a").exists()
+
+
+class Attention(nn.Module):
+    """Two attentions and a transposed Linear, as models of vision and language have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.second = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.turned = Conv1D(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x, x, x, need_weights=False)[0]
+        return self.turned(x + self.second(x, x, x, need_weights=False)[0])
+
+
+def attention() -> Attention:
+    torch.manual_seed(0)
+    return Attention().eval()
+
+
+OTHER_LAYERS: dict[str, Case] = {
+    "attention": Case(peft.LoraConfig, {"target_modules": ["first", "second"], "r": 2, "rank_pattern": {"second": 3}}),
+    "lora": Case(peft.LoraConfig, {"target_modules": ["turned"], "r": 2}),
+    "dora": Case(peft.LoraConfig, {"target_modules": ["turned"], "r": 2, "use_dora": True}),
+    "adalora": Case(peft.AdaLoraConfig, {"target_modules": ["turned"], "init_r": 2, "total_step": 1}),
+    "ia3": Case(peft.IA3Config, {"target_modules": ["turned"], "feedforward_modules": []}),
+    "ia3-on-input": Case(peft.IA3Config, {"target_modules": ["turned"], "feedforward_modules": ["turned"]}),
+    "vera": Case(peft.VeraConfig, {"target_modules": ["turned"], "r": 4}),
+    "vblora": Case(peft.VBLoRAConfig, {"target_modules": ["turned"], "num_vectors": 6, "vector_length": 4}),
+    "lora-and-turned": Case(peft.LoraConfig, {"target_modules": ["first"], "modules_to_save": ["turned"]}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LAYERS)
+def test_attentions_and_transposed_layers(tmp_path: Path, name: str) -> None:
+    case = OTHER_LAYERS[name]
+    x = torch.randn(2, 5, 8)
+    theirs = peft_model(case, attention())
+    theirs.save_pretrained(tmp_path / "theirs")
+    wanted = theirs(x).detach()
+    assert (wanted - attention()(x)).abs().max() > 1e-2
+    ours = load(attention(), tmp_path / "theirs")
+    torch.testing.assert_close(ours.model(x).detach(), wanted, rtol=1e-5, atol=1e-5)
+    save(ours, tmp_path / "ours", format="peft")
+    again = peft.PeftModel.from_pretrained(attention(), tmp_path / "ours").eval()
+    torch.testing.assert_close(again(x).detach(), wanted, rtol=1e-5, atol=1e-5)
+    first, second = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours"))
+    assert first.keys() == second.keys()
+    for key in first:
+        torch.testing.assert_close(second[key], first[key], rtol=1e-6, atol=1e-6, msg=key)
+    configs = [config_of(tmp_path / side) for side in ("theirs", "ours")]
+    assert configs[0].get("fan_in_fan_out") == configs[1].get("fan_in_fan_out")
+
+
+def test_weights_of_the_base_are_not_compared_with_merged_ones(tmp_path: Path) -> None:
+    peft_model(CASES["lora-and-head"]).save_pretrained(tmp_path / "a")
+    ours = load(net(), tmp_path / "a")
+    ours.merge()
+    for action in (lambda: save(ours, tmp_path / "b", format="peft"), lambda: load(ours.model, tmp_path / "a", name="other")):
+        with pytest.raises(CheckpointError) as raised:
+            action()
+        assert raised.value.code == "adapter-merged"
+    ours.unmerge()
+    save(ours, tmp_path / "b", format="peft")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from onegraph.adapters import Adapted
+from onegraph.adapters import Adapted, adapters_of
 from onegraph.adapters.walk import places, unwrapped
 from onegraph.checkpoint.base_weights import tuned_layers
 from onegraph.checkpoint.detection import family_of_model, likely_family
@@ -80,6 +80,14 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
         problems += wrong
     if problems:
         raise _other_shapes(file, model, problems, len(keys))
+    adapters = adapters_of(model)
+    if adapters is not None and adapters.merged and (file.base_weights or rewritten):
+        raise CheckpointError(
+            f"{file.path} holds weights of the base model, and {', '.join(map(repr, adapters.merged))} is merged into this one.",
+            why="They can only be compared with the base model's own.",
+            hint="adapters.unmerge() first.",
+            code="adapter-merged",
+        )
     tuned = tuned_layers(file, model, methods, rewritten)
     methods |= tuned.methods
     for path, differences in tuned.tensors.items():

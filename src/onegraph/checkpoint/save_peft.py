@@ -18,14 +18,17 @@ from onegraph.checkpoint.contents import Contents, chosen_name, contents
 from onegraph.checkpoint.dialects import peft, peft_config
 from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Written, class_of
+from onegraph.checkpoint.dialects.peft_methods.lora import ADDED_TWICE
 from onegraph.checkpoint.keys import file_paths, first_ten, targets_of
 from onegraph.checkpoint.origin import remembered
 from onegraph.errors import CheckpointError
-from onegraph.layers import LinearLayer
-from onegraph.methods import Method
+from onegraph.layers import Layer, LinearLayer
+from onegraph.layers.attention import AttentionLayer, ReadLinearLayer
+from onegraph.methods import LoRA, Method
 
 # As PEFT has it: a targeted embedding of these names is saved with the adapter.
 _SAVED_EMBEDDINGS = ("embed_tokens", "lm_head")
+_BASE = ".base_layer.weight"
 
 
 def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.dtype | None, fields: Mapping[str, object]) -> None:
@@ -37,20 +40,40 @@ def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.d
         found = contents(adapters, adapter)
         given = {**remembered(adapters, adapter), **fields}
         form, config, whole = peft_config_of(adapters, found, {**_model_fields(adapters.model, given.get("task_type")), **given})
-        flat = {
-            peft.key_of(path, ending): tensor
-            for path, method in whole.methods.items()
-            for ending, tensor in form.write(Layered(method, whole.parameters[path], found.layers[path], config)).items()
-        }
+        flat = _adapter_tensors(form, config, whole, found)
         flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
         flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
         flat |= _embedding_weights(adapters, found)
+        if adapters.merged and (whole.tensors or form.whole or any(_BASE in key for key in flat)):
+            raise CheckpointError(
+                f"Adapter {adapter!r} is written with weights of the base model, and {', '.join(map(repr, adapters.merged))} is merged.",
+                why="The weights that the model has now are not the base model's.",
+                hint="adapters.unmerge() first.",
+                code="adapter-merged",
+            )
         written[place / peft.WEIGHTS_NAME] = serialise(cast(flat, dtype, f"adapter {adapter!r}"), {"format": "pt"})
         written[place / peft.CONFIG_NAME] = peft_config.dump_config(config)
     for place in {path.parent for path in written}:
         make_folder(place)
     writers = {path: partial(write_bytes, data) for path, data in written.items()}
     atomic_write_all(writers, num_bytes=sum(map(len, written.values())))
+
+
+def _adapter_tensors(form: PeftForm, config: Mapping[str, object], whole: Whole, found: Contents) -> dict[str, Tensor]:
+    """Key -> tensor, of the layers that the file's own method is on."""
+    targets = _attentions_of(whole.methods, found.layers)
+    flat: dict[str, Tensor] = {}
+    for path, method in whole.methods.items():
+        parameters, target = whole.parameters[path], targets.get(path)
+        if target is not None:
+            own, other = method, whole.methods[target]
+            assert isinstance(own, LoRA)  # as _attentions_of leaves them
+            assert isinstance(other, LoRA)
+            factor = own.scale / (ADDED_TWICE * other.scale)
+            parameters = {name: value * factor if name.startswith("up") else value for name, value in parameters.items()}
+        for ending, tensor in form.write(Layered(method, parameters, found.layers[path], config)).items():
+            flat[peft.key_of(path, ending, target=target)] = tensor
+    return flat
 
 
 def peft_config_of(
@@ -79,12 +102,38 @@ def peft_config_of(
             hint="Save it with format='native'.",
             code="adapter-unsupported",
         )
-    targets = targets_of(whole.methods, everywhere)
+    # PEFT targets an attention, never its output projection, which gets the same settings.
+    inside = _attentions_of(whole.methods, layers)
+    methods = {path: method for path, method in whole.methods.items() if path not in inside}
+    layers = {path: layers[path] for path in methods}
+    targets = targets_of(methods, everywhere)
     own: dict[str, object] = {"target_modules": targets, **whole.fields}
     if "fan_in_fan_out" in form.fields:
         own["fan_in_fan_out"] = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
-    own |= form.config(Written(whole.methods, layers, targets, given))
+    own |= form.config(Written(methods, layers, targets, given))
     return form, {**form.defaults, **own, **given}, whole
+
+
+def _attentions_of(methods: Mapping[str, Method], layers: Mapping[str, Layer]) -> dict[str, str]:
+    """The output projection of each adapted attention -> the attention.
+
+    Raises:
+        CheckpointError: ``adapter-unsupported`` for one without the other, or with another method.
+    """
+    found = {path: path.rpartition(".")[0] for path in methods if isinstance(layers[path], ReadLinearLayer)}
+    attentions = {path for path in methods if isinstance(layers[path], AttentionLayer)}
+    alone = sorted(attentions - set(found.values()))
+    for path, target in found.items():
+        own, other = methods[path], methods.get(target)
+        if not isinstance(own, LoRA) or not isinstance(other, LoRA) or (own.rank, own.bias) != (other.rank, other.bias) or not other.scale:
+            alone.append(path)
+    if alone:
+        raise CheckpointError(
+            f"PEFT has one LoRA of one rank for an attention and its output projection together; {alone[0]} is adapted otherwise.",
+            hint="Save it with format='native'.",
+            code="adapter-unsupported",
+        )
+    return found
 
 
 def _form_of(methods: Mapping[str, Method]) -> PeftForm:

@@ -22,6 +22,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLED_WEIGHTS_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
 SHARED_PREFIX = "base_model."
+# Where PEFT hangs the module that it has put an adapter around.
+_BELOW = ".base_layer."
 # A module trained whole, where bias="all" saves its copy under the name that it has inside PEFT.
 _COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
@@ -37,13 +39,15 @@ class Parsed:
     rewrites: dict[str, Rewrite]
 
 
-def key_of(path: str, ending: str) -> str:
-    """The key of one tensor.
+def key_of(path: str, ending: str, *, target: str | None = None) -> str:
+    """The key of one tensor; ``target`` is the module around the layer where PEFT targets that.
 
     Example:
         >>> key_of("layers.0.q_proj", "lora_A.weight")
         'base_model.model.layers.0.q_proj.lora_A.weight'
     """
+    if target is not None:
+        path = f"{target}{_BELOW}{path.removeprefix(f'{target}.')}"
     return f"{PREFIX}{path}.{ending}"
 
 
@@ -67,6 +71,7 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
     """
     endings = {ending: _pattern(ending) for ending in sorted(form.endings, key=len, reverse=True)}
     layers: dict[str, dict[str, torch.Tensor]] = {}
+    targets: dict[str, str] = {}
     shared: dict[str, torch.Tensor] = {}
     base_weights: dict[str, torch.Tensor] = {}
     whole: set[str] = set()
@@ -78,14 +83,19 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
             base_weights[trained] = tensor
             whole.add(trained)
         elif found is not None:
-            layers.setdefault(found[0], {})[found[1]] = tensor
+            # The output projection of an attention hangs below the attention, which is what was targeted.
+            target, below, _ = found[0].partition(_BELOW)
+            layer = found[0].replace(_BELOW, ".")
+            if below:
+                targets[layer] = target
+            layers.setdefault(layer, {})[found[1]] = tensor
         elif (own := _shared_name(key, form)) is not None:
             shared[own] = tensor
         else:
             _refuse_other_methods(key, form, path)
             if ".original_module." in name:
                 continue  # what bias="all" also saves of a module that is trained whole: nothing reads it
-            own_name = _COPY.sub(".", name.replace(".base_layer.", "."))
+            own_name = _COPY.sub(".", name.replace(_BELOW, "."))
             base_weights[own_name] = tensor
             if _is_saved(own_name, config):
                 whole.add(own_name)
@@ -101,7 +111,7 @@ def parse(tensors: Mapping[str, torch.Tensor], form: PeftForm, config: Config, p
     rewrites: dict[str, Rewrite] = {}
     incomplete, contradictions = [], []
     for layer, own_tensors in layers.items():
-        read = Read(layer, own_tensors, config, shared)
+        read = Read(layer, own_tensors, config, shared, targets.get(layer, layer))
         if (rewrite := form.rewrite(read)) is not None:
             rewrites[layer] = rewrite
         try:

@@ -88,7 +88,7 @@ def checked(values: Mapping[str, object], form: PeftForm, path: Path) -> Config:
             else f"{form.peft_type} without it is read.",
             code="adapter-unsupported",
         )
-    unknown = sorted(values.keys() - form.fields.keys() - {RUNTIME})
+    unknown = sorted(settled.keys() - form.fields.keys() - {RUNTIME})
     if unknown:
         logger.warning("%s: unknown fields, kept but not used: %s", path, ", ".join(unknown))
     return config

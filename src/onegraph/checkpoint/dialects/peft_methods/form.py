@@ -12,6 +12,7 @@ from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, one_
 from onegraph.checkpoint.keys import patterns_of
 from onegraph.errors import CheckpointError
 from onegraph.layers import ConvLayer, Layer, LinearLayer, NormLayer
+from onegraph.layers.attention import AttentionLayer, ReadLinearLayer
 from onegraph.methods import Method
 
 M = TypeVar("M", bound=Method)
@@ -37,12 +38,14 @@ class Read:
         tensors: The end of a key ("lora_A.weight") -> tensor.
         config: The configuration.
         shared: The same for tensors that belong to no layer ("vera_A").
+        target: The module that PEFT targeted: the layer, or the attention whose output projection it is.
     """
 
     path: str
     tensors: Mapping[str, Tensor]
     config: Config
     shared: Mapping[str, Tensor]
+    target: str
 
     def named(self, names: Mapping[str, str], *, needed: Iterable[str] = ()) -> dict[str, Tensor]:
         """The tensors under our names.
@@ -192,6 +195,8 @@ class PeftForm:
 
 def class_of(layer: Layer) -> str:
     """What PEFT's messages call a layer."""
+    if isinstance(layer, AttentionLayer | ReadLinearLayer):
+        return "MultiheadAttention"
     if isinstance(layer, LinearLayer):
         return "Conv1D" if layer.transposed else "Linear"
     if isinstance(layer, ConvLayer):

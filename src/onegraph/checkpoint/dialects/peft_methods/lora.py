@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
@@ -36,6 +37,9 @@ VARIANTS: dict[str, Field] = {
 
 # These change the base model's weights when the adapter is created, so the saved factors mean something only on top of the changed base.
 _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+ADDED_TWICE = 2
+"""The output projection of an attention: PEFT 0.21 adds its difference once itself and once by merging, so that is what it trains."""
 
 _NAMES = {
     "lora_A.weight": "down",
@@ -89,7 +93,7 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     config, path = layer.config, layer.path
     dora = config.flag("use_dora")
     tensors = layer.named(_NAMES, needed=("down", "up", "magnitude") if dora else ("down", "up"))
-    rank, asked = config.rank(path), config.flag("lora_bias")
+    rank, asked = config.rank(layer.target), config.flag("lora_bias")
     down = tensors["down"]
     layer.rank_is(rank, down.shape[0] if down.dim() > 1 else -1, "lora_A", down.shape)
     if ("up_bias" in tensors) != asked:
@@ -98,7 +102,10 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
         if not dora:
             raise ContradictionError(f"{path}: use_dora is false, but it has a lora_magnitude_vector")
         tensors["magnitude"] = tensors["magnitude"].reshape(-1)
-    return method_of(config, path, rank=rank, bias=asked), tensors
+    method = method_of(config, layer.target, rank=rank, bias=asked)
+    if layer.target != path and isinstance(method, LoRA):
+        method = dataclasses.replace(method, alpha=ADDED_TWICE * method.scale * rank, rslora=False)
+    return method, tensors
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -171,5 +178,5 @@ FORM = PeftForm(
     write=_write,
     config=_config,
     refuse=_refuse,
-    takes=frozenset({"Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "Embedding"}),
+    takes=frozenset({"Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "Embedding", "MultiheadAttention"}),
 )

@@ -8,7 +8,7 @@ With ``oft_s`` (0.14, 0.15) it is a rotation of the input and a gain: BOFT with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def _rewrite(layer: Read) -> Callable[[Tensor], Tensor] | None:
     """The oldest generation: W' = R^T W, with R cut to the outputs where its blocks are more, which leaves no rotation."""
     if "oft_r" not in layer.tensors or "oft_s" in layer.tensors:
         return None
-    num_blocks = layer.config.count("r")
+    num_blocks = layer.config.rank(layer.path)
 
     def rotated(weight: Tensor) -> Tensor:
         rows = weight.flatten(1)
@@ -109,6 +109,11 @@ def _rewrite(layer: Read) -> Callable[[Tensor], Tensor] | None:
         return turned.to(weight.dtype).reshape(weight.shape)
 
     return rotated
+
+
+def _settle(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Up to 0.13 the configuration had patterns, which the newer ones have not; the tensors say what they said."""
+    return {name: value for name, value in values.items() if value or name not in ("alpha_pattern", "rank_pattern")}
 
 
 def _refuse(config: Config) -> Iterable[str]:
@@ -201,4 +206,5 @@ FORM = PeftForm(
     write=_write,
     config=_config,
     refuse=_refuse,
+    settle=_settle,
 )
