@@ -117,3 +117,11 @@ def test_the_program_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert names["report"].right, str(names["report"])
     assert names["adapters"].names == ["sketch"]
     assert (tmp_path / "sketch.safetensors").is_file()
+
+
+def test_every_method_is_documented(root: Path) -> None:
+    from onegraph.methods import METHODS
+
+    text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+    named = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert named == {method.__name__ for method in METHODS.values()}
