@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import onegraph.checkpoint
 from cases import METHODS, MethodCase
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.errors import OnegraphError
@@ -475,3 +477,20 @@ def test_merging(case: MethodCase) -> None:
     for training in (True, False):
         with torch.no_grad():
             torch.testing.assert_close(plain.train(training)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_files_of_peft(tmp_path: Path) -> None:
+    """PEFT adapts both projections where the attention is targeted; its file loads here, and ours there."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    theirs, x = VisionBlock(), torch.randn(2, 4, WIDTH)
+    ours, again = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules=["self_attention", "mlp.0"], init_lora_weights=False))
+    wrapped.save_pretrained(tmp_path / "theirs")
+    adapters = onegraph.checkpoint.load(ours, tmp_path / "theirs", name="default")
+    assert set(adapters.layers) == {"self_attention", "self_attention.out_proj", "mlp.0"}
+    with torch.no_grad():
+        expected = wrapped(x)
+        torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5)
+        adapters.save(tmp_path / "ours", format="peft")
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(again, tmp_path / "ours")(x), expected, rtol=1e-5, atol=1e-5)
