@@ -33,10 +33,10 @@ from onegraph.methods import (
     WithBias,
 )
 from reference.adalora import adalora
-from reference.boft import boft
+from reference.boft import boft, boft_on_output
 from reference.dora import dora, norms
 from reference.hra import hra
-from reference.ia3 import on_input, on_output
+from reference.ia3 import on_input, on_output, on_output_alone
 from reference.layers import by_weight
 from reference.lora import lora
 from reference.miss import balance, bat
@@ -171,11 +171,16 @@ METHODS: dict[str, MethodCase] = {
     "boft-one-block": MethodCase(BOFT(num_blocks=1), by_weight(boft), starts_at_fixed_values=True),
     "boft-two": MethodCase(BOFT(block_size=2, num_factors=2), by_weight(boft), starts_at_fixed_values=True),
     "boft-three": MethodCase(BOFT(block_size=4, num_factors=3), by_weight(boft), starts_at_fixed_values=True),
+    "boft-on-output": MethodCase(BOFT(num_blocks=1, on_output=True), by_weight(boft_on_output), starts_at_fixed_values=True),
+    "boft-on-output-two": MethodCase(
+        BOFT(block_size=4, num_factors=2, on_output=True, with_gain=False), by_weight(boft_on_output), starts_at_fixed_values=True
+    ),
     "hra": MethodCase(HRA(rank=4), by_weight(hra())),
     "hra-odd": MethodCase(HRA(rank=3), by_weight(hra()), starts_elsewhere=True),
     "hra-gram-schmidt": MethodCase(HRA(rank=3, gram_schmidt=True), by_weight(hra(gram_schmidt=True)), starts_elsewhere=True),
     "ia3": MethodCase(IA3(), by_weight(on_output), starts_at_fixed_values=True),
     "ia3-on-input": MethodCase(IA3(on_input=True), by_weight(on_input), starts_at_fixed_values=True),
+    "ia3-without-bias": MethodCase(IA3(scales_bias=False), by_weight(on_output_alone), starts_at_fixed_values=True),
     "miss": MethodCase(MiSS(rank=4), by_weight(balance), starts_at_fixed_values=True),
     "miss-uneven": MethodCase(MiSS(rank=3), by_weight(balance), starts_at_fixed_values=True),
     "miss-mini": MethodCase(MiSS(rank=2, form="mini", out_rank=4), by_weight(balance), starts_at_fixed_values=True),
@@ -185,6 +190,7 @@ METHODS: dict[str, MethodCase] = {
     "loha-beside": MethodCase(LoHa(rank=3, form="beside"), by_weight(loha)),
     "loha-effective": MethodCase(LoHa(rank=2, effective_conv=True, form="weight"), by_weight(loha)),
     "loha-effective-beside": MethodCase(LoHa(rank=2, effective_conv=True, form="beside"), by_weight(loha)),
+    "loha-lycoris": MethodCase(LoHa(rank=2, effective_conv=True, init="lycoris"), by_weight(loha)),
     "loha-random": MethodCase(LoHa(rank=1, alpha=-2.0, init="random"), by_weight(loha), starts_elsewhere=True),
     "lokr": MethodCase(LoKr(rank=1, alpha=3.0, form="weight"), by_weight(lokr)),
     "lokr-beside": MethodCase(LoKr(rank=1, form="beside"), by_weight(lokr)),
@@ -194,6 +200,7 @@ METHODS: dict[str, MethodCase] = {
     "lokr-effective": MethodCase(LoKr(rank=2, second_form="factorised", effective_conv=True, form="weight"), by_weight(lokr)),
     "lokr-effective-beside": MethodCase(LoKr(rank=1, effective_conv=True, form="beside"), by_weight(lokr)),
     "lokr-factor": MethodCase(LoKr(rank=1, decompose_factor=4, init="lycoris"), by_weight(lokr)),
+    "lokr-outer": MethodCase(LoKr(rank=1, outer=(2, 4), decompose_both=True), by_weight(lokr)),
     "lokr-random": MethodCase(LoKr(rank=2, init="random"), by_weight(lokr), starts_elsewhere=True),
     "dense": MethodCase(Dense(), dense, starts_at_fixed_values=True),
     "bitfit": MethodCase(BitFit(), by_weight(difference), starts_at_fixed_values=True),

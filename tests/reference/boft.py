@@ -46,3 +46,10 @@ def boft(weight: Array, bias: Array | None, p: Mapping[str, Array], module: nn.M
     gain = 1 + p["scale"] * (p["gain"] - 1)
     matrix = weight.reshape(len(weight), -1) @ butterfly(p["rotation"], float(p["scale"])).T
     return (np.diag(gain) @ matrix).reshape(weight.shape), bias
+
+
+def boft_on_output(weight: Array, bias: Array | None, p: Mapping[str, Array], module: nn.Module) -> tuple[Array, Array | None]:
+    """W' = diag(g) R W; without a gain, R W."""
+    gain = 1 + p["scale"] * (p["gain"] - 1) if "gain" in p else np.ones(len(weight))
+    matrix = butterfly(p["rotation"], float(p["scale"])) @ weight.reshape(len(weight), -1)
+    return (np.diag(gain) @ matrix).reshape(weight.shape), bias

@@ -28,3 +28,8 @@ def on_input(weight: Array, bias: Array | None, p: Mapping[str, Array], module: 
         for channel in range(weight.shape[1]):
             new[out, channel] *= gain[group * weight.shape[1] + channel]
     return new, bias
+
+
+def on_output_alone(weight: Array, bias: Array | None, p: Mapping[str, Array], module: nn.Module) -> tuple[Array, Array | None]:
+    """Every output feature times its gain, but for the bias."""
+    return on_output(weight, None, p, module)[0], bias

@@ -1,4 +1,4 @@
-"""BOFT: the layer's input is rotated by a product of sparse stages, a butterfly."""
+"""BOFT: the layer's input, or its output, is rotated by a product of sparse stages, a butterfly."""
 
 from __future__ import annotations
 
@@ -35,16 +35,20 @@ class BOFT(Method):
 
     Q = (I - S)(I + S)^-1 with S = s (X - X^T) / 2. P_i shuffles within groups of b 2^i columns: chunks of b / 2, those with an even
     number first; P_0 = I. The gain is 1 + s (g - 1). No n x n matrix is formed: a stage is a reshape and a product of small blocks.
+    With ``on_output`` the output is rotated: W' = diag(g) R W, y = g (R W x) + b.
 
     Shapes:
-        x (..., I), X ``rotation`` (N, D, b, b) with D b columns, ``gain`` (O,), y (..., O). Convolutions rotate the columns of the weight
-        as a matrix (O, I / groups * points of the kernel). R is computed in the dtype of ``rotation``, R - I cast to that of x.
+        x (..., I), X ``rotation`` (N, D, b, b) with D b columns (with ``on_output`` D b = O), ``gain`` (O,), y (..., O). Convolutions
+        rotate the columns of the weight as a matrix (O, I / groups * points of the kernel). R is computed in the dtype of
+        ``rotation``, R - I cast to that of x.
 
     Args:
         block_size: b, at least 2, even with more than one stage; D is a multiple of 2^(N - 1). 4 where neither it nor ``num_blocks``
             is given.
         num_blocks: D instead of b.
         num_factors: N, the number of stages.
+        on_output: Whether the output is rotated rather than the input, but for the bias: LyCORIS. With one stage it is OFT's rotation.
+        with_gain: Whether there is a ``gain``.
         block_dropout: Probability in [0, 1) that a block isn't rotated; in training, in one stage drawn for the whole batch.
 
     Raises:
@@ -58,12 +62,13 @@ class BOFT(Method):
     kinds: ClassVar[frozenset[str]] = frozenset({"linear", "conv"})
     per_adapter: ClassVar[frozenset[str]] = frozenset({"block_dropout"})
     random_settings: ClassVar[frozenset[str]] = frozenset({"block_dropout"})
-    reads_base: ClassVar[bool] = True  # the gain leaves the bias as it is
     additive: ClassVar[bool] = False
 
     block_size: int | None = None
     num_blocks: int | None = None
     num_factors: int = 1
+    on_output: bool = False
+    with_gain: bool = True
     block_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -75,17 +80,22 @@ class BOFT(Method):
         if self.num_blocks is None and self.block_size is None:
             object.__setattr__(self, "block_size", _DEFAULT_BLOCK)
 
+    @property
+    def reads_base(self) -> bool:  # type: ignore[override]
+        """The bias is neither rotated nor has it a gain."""
+        return self.on_output or self.with_gain
+
     def block_size_on(self, layer: Layer) -> int:
         """Columns of a block."""
-        return self.block_size or layer.num_weight_columns // (self.num_blocks or 1)
+        return self.block_size or self._columns(layer) // (self.num_blocks or 1)
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
-        """``rotation`` and ``gain``."""
+        """``rotation``, and ``gain`` where there is one."""
         size = self.block_size_on(layer)
-        return {
-            "rotation": ParameterSpec(shape=(self.num_factors, layer.num_weight_columns // size, size, size)),
-            "gain": ParameterSpec(shape=(layer.out_features,)),
-        }
+        specs = {"rotation": ParameterSpec(shape=(self.num_factors, self._columns(layer) // size, size, size))}
+        if self.with_gain:
+            specs["gain"] = ParameterSpec(shape=(layer.out_features,))
+        return specs
 
     def settings(self, layer: Layer) -> dict[str, float]:
         """``scale``, a factor of every S, so that each strength is a rotation; ``block_dropout`` where it is used."""
@@ -97,14 +107,17 @@ class BOFT(Method):
 
     def identity(self, layer: Layer) -> dict[str, Tensor]:
         """X = 0 and g = 1."""
-        return {**super().identity(layer), "gain": torch.ones(layer.out_features)}
+        gain = {"gain": torch.ones(layer.out_features)} if self.with_gain else {}
+        return {**super().identity(layer), **gain}
 
     def beside(self, layer: Layer) -> bool:
         """Activations are rotated where that is the same as rotating columns."""
-        return turns_activations(layer)
+        return self.on_output or turns_activations(layer)
 
     def before(self, x: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool) -> Tensor:
-        """X R: the last stages one by one, then the first ones together."""
+        """X R, where the input is rotated: the last stages one by one, then the first ones together."""
+        if self.on_output:
+            return x
         changes = self._changes(p, training=training)
         num_fused = self._num_fused(layer)
         if num_fused < self.num_factors:
@@ -118,28 +131,49 @@ class BOFT(Method):
     def after(
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """The gain, of all but the bias."""
+        """The gain, and where the output is rotated y R^T before it: the first stages together, then the others. Not of the bias."""
         bias = None if base is None else base.get("bias")
-        change = layer.per_channel(_gain_change(p)).to(y.dtype)
-        return y + (y if bias is None else y - layer.per_channel(bias).to(y.dtype)) * change
+
+        def part(y: Tensor) -> Tensor:
+            return y if bias is None else y - layer.per_channel(bias).to(y.dtype)
+
+        if self.on_output:
+            changes = self._changes(p, training=training)
+            num_fused = self._num_fused(layer)
+            y = turned(y, self._fused(changes, num_fused).mT, layer, part(y))
+            for stage in range(num_fused, self.num_factors):
+                rows = part(y).movedim(layer.channel_axis, -1)
+                change = _stage(rows.reshape(-1, rows.shape[-1]), changes[stage].mT, stage, wide=True)
+                y = y + change.reshape(rows.shape).movedim(-1, layer.channel_axis)
+        if "gain" not in p:
+            return y
+        return y + part(y) * layer.per_channel(_gain_change(p)).to(y.dtype)
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
-        """The weight, diag(g) W R^T: the first stages first, each one transposed."""
+        """The weight, diag(g) W R^T: the first stages first, each one transposed; where the output is rotated, diag(g) R W."""
         changes = self._changes(p, training=training)
         num_fused = self._num_fused(layer)
-        rows = weight.flatten(1)
+        rows = weight.flatten(1).t() if self.on_output else weight.flatten(1)
         rows = rows + block_product(rows, self._fused(changes, num_fused).mT).to(rows.dtype)
         for stage in range(num_fused, self.num_factors):
             rows = rows + _stage(rows, changes[stage].mT, stage, wide=True)
-        rows = rows + rows * _gain_change(p).to(rows.dtype)[:, None]
+        rows = rows.t() if self.on_output else rows
+        if "gain" in p:
+            rows = rows + rows * _gain_change(p).to(rows.dtype)[:, None]
         return rows.reshape(weight.shape)
 
     def check(self, layer: Layer) -> str | None:
         """The blocks have to fill the columns, and the stages' groups too."""
         if (reason := super().check(layer)) is not None:
             return reason
+        if self.on_output and layer.groups > 1:
+            return f"a rotation of the output mixes its {layer.groups} groups; on_output=False rotates the input of each group"
         several = self.num_factors > 1
-        return split_problem(layer.num_weight_columns, self.block_size, self.num_blocks, multiple=2 ** (self.num_factors - 1), even=several)
+        return split_problem(self._columns(layer), self.block_size, self.num_blocks, multiple=2 ** (self.num_factors - 1), even=several)
+
+    def _columns(self, layer: Layer) -> int:
+        """How many features are rotated."""
+        return layer.out_features if self.on_output else layer.num_weight_columns
 
     def _num_fused(self, layer: Layer) -> int:
         """How many of the first stages are multiplied out."""

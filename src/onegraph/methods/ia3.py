@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class IA3(Method):
 
     Args:
         on_input: Whether the input is scaled rather than the output: PEFT's ``feedforward_modules``. Not on embeddings.
+        scales_bias: Whether a gain of the output is one of the bias too, as in PEFT; LyCORIS scales the weight alone.
 
     Source:
         Liu et al. 2022, https://arxiv.org/abs/2205.05638, section 3.3.
@@ -33,6 +35,12 @@ class IA3(Method):
     additive: ClassVar[bool] = False
 
     on_input: bool = False
+    scales_bias: bool = True
+
+    @property
+    def reads_base(self) -> bool:  # type: ignore[override]
+        """For a bias that is left as it is."""
+        return not self.scales_bias
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
         """``gain``."""
@@ -53,8 +61,12 @@ class IA3(Method):
     def after(
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Without ``on_input``, g y."""
-        return y if self.on_input else y + y * layer.per_channel(_change(p)).to(y.dtype)
+        """Without ``on_input``, g y; without ``scales_bias`` g (y - b) + b."""
+        if self.on_input:
+            return y
+        bias = None if self.scales_bias or base is None else base.get("bias")
+        scaled = y if bias is None else y - layer.per_channel(bias).to(y.dtype)
+        return y + scaled * layer.per_channel(_change(p)).to(y.dtype)
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, diag(g) W or W diag(g)."""
@@ -68,7 +80,11 @@ class IA3(Method):
 
     def adapt_bias(self, bias: Tensor | None, p: Mapping[str, Tensor], layer: Layer) -> Tensor | None:
         """The bias, scaled as the output is."""
-        return bias if bias is None or self.on_input else bias + bias * _change(p).to(bias.dtype)
+        return bias if bias is None or self.on_input or not self.scales_bias else bias + bias * _change(p).to(bias.dtype)
+
+    def settled(self, layer: Layer, layers: Sequence[Layer]) -> Self:
+        """With ``scales_bias`` where it makes no difference: without a bias, and for a gain of the input."""
+        return dataclasses.replace(self, scales_bias=True) if self.on_input or not layer.has_bias else self
 
     def check(self, layer: Layer) -> str | None:
         """Ids can't be scaled."""

@@ -17,10 +17,10 @@ from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.dropouts import dropped_scale, used_probabilities
 from onegraph.methods.factorise import has_core, kept_outputs, with_core
 from onegraph.methods.fields import alpha_problems, choice_problems, probability_problems, raise_all, rank_problems
-from onegraph.methods.inits import kaiming
+from onegraph.methods.inits import kaiming, normal
 
 _PROBABILITIES = ("rank_dropout", "module_dropout")
-_INITS = ("zero", "random")
+_INITS = ("zero", "lycoris", "random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class LoHa(Method):
             share.
         module_dropout: Probability in [0, 1) that the adapter is left out for the whole batch, without rescaling.
         effective_conv: Whether convolutions with more than one kernel point have cores (PEFT's ``use_effective_conv2d``).
-        init: "zero" (``second_down`` starts at 0, the rest uniform as ``kaiming_uniform_`` with a = sqrt 5) or "random" (that starts
-            uniform too: not the identity).
+        init: "zero" (``second_down`` starts at 0, the rest uniform as ``kaiming_uniform_`` with a = sqrt 5), "lycoris" (``second_up`` at
+            0, the rest normal, D with deviation 1, U and C with 0.1) or "random" (all uniform: not the identity).
         form: "beside" the base layer or by the "weight"; None lets each layer's shape decide.
 
     Raises:
@@ -96,8 +96,12 @@ class LoHa(Method):
         return {"scale": self.scale, **used_probabilities(self, layer, _PROBABILITIES)}
 
     def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """All but ``second_down`` drawn: the adapter starts as the identity."""
-        tensors = {name: kaiming(spec.shape, generator) for name, spec in self.parameters(layer).items()}
+        """All but one drawn: the adapter starts as the identity, unless it is asked not to."""
+        specs = self.parameters(layer)
+        if self.init == "lycoris":
+            drawn = {name: normal(spec.shape, generator) * (1.0 if name.endswith("down") else 0.1) for name, spec in specs.items()}
+            return {**drawn, "second_up": torch.zeros(specs["second_up"].shape)}
+        tensors = {name: kaiming(spec.shape, generator) for name, spec in specs.items()}
         if has_core(layer, wanted=self.effective_conv):
             for name in ("first_up", "second_up"):  # beside a core the bound is that of (R, O)
                 tensors[name] = kaiming((self.rank, layer.out_features), generator).t().contiguous()

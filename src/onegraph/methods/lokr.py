@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.layers.base import Layer
 from onegraph.layers.embedding import EmbeddingLayer
 from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.dropouts import dropped_scale, used_probabilities
 from onegraph.methods.factorise import factor_pair, factor_problems, has_core, kept_outputs, with_core
-from onegraph.methods.fields import alpha_problems, choice_problems, probability_problems, raise_all, rank_problems
+from onegraph.methods.fields import alpha_problems, choice_problems, is_whole, probability_problems, raise_all, rank_problems
 from onegraph.methods.inits import kaiming
 
 _PROBABILITIES = ("rank_dropout", "module_dropout")
@@ -43,6 +44,7 @@ class LoKr(Method):
         module_dropout: Probability in [0, 1) that the adapter is left out for the whole batch, without rescaling.
         decompose_both: Whether F may be two factors as well.
         decompose_factor: L and M where it divides O and I, their upper limit elsewhere; -1 splits near the square root.
+        outer: L and M themselves, which divide O and I / groups, in place of ``decompose_factor``.
         effective_conv: Whether convolutions with more than one kernel point have a core (PEFT's ``use_effective_conv2d``).
         init: "zero" (F starts at 0, by ``first_up`` where it is two factors), "lycoris" (S does, by ``second_down``) or "random" (neither:
             not the identity); the rest is uniform as ``kaiming_uniform_`` with a = sqrt 5.
@@ -71,6 +73,7 @@ class LoKr(Method):
     module_dropout: float = 0.0
     decompose_both: bool = False
     decompose_factor: int = -1
+    outer: tuple[int, int] | None = None
     effective_conv: bool = False
     init: str = "zero"
     first_form: str | None = None
@@ -83,6 +86,7 @@ class LoKr(Method):
             alpha_problems(self.alpha),
             probability_problems(self, _PROBABILITIES),
             factor_problems("decompose_factor", self.decompose_factor),
+            _outer_problems(self.outer),
             choice_problems("init", self.init, _INITS),
             *(
                 choice_problems(name, value, choices)
@@ -104,6 +108,9 @@ class LoKr(Method):
 
     def sides(self, layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
         """((L, K), (M, N)): how the output and the input features are split."""
+        if self.outer is not None:
+            (left, right), columns = self.outer, layer.in_features // layer.groups
+            return (left, layer.out_features // left), (right, columns // right)
         return factor_pair(layer.out_features, self.decompose_factor), factor_pair(layer.in_features // layer.groups, self.decompose_factor)
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
@@ -150,6 +157,15 @@ class LoKr(Method):
         if form is None:
             form = "beside" if self._can_be_beside(layer, second) and self._is_cheap_beside(layer, second) else "weight"
         return dataclasses.replace(self, first_form=first, second_form=second, form=form)
+
+    def check(self, layer: Layer) -> str | None:
+        """``outer`` has to divide its sides."""
+        if (reason := super().check(layer)) is not None or self.outer is None:
+            return reason
+        shape = (layer.out_features, layer.in_features // layer.groups)
+        if any(size % outer for size, outer in zip(shape, self.outer)):
+            return f"its output and input features {shape} are no multiples of outer={self.outer}"
+        return None
 
     def rank_on(self, layer: Layer) -> int | None:
         """The rank, None where both matrices are full: nothing there is padded."""
@@ -217,6 +233,20 @@ class LoKr(Method):
         if training and "rank_dropout" in p:
             change = change * layer.per_channel(self._kept(p, layer)).to(change.dtype)
         return change
+
+
+def _outer_problems(value: object) -> list[OnegraphError]:
+    """Two whole numbers of at least 1, or None. Code ``whole-number``."""
+    if value is None or (isinstance(value, tuple) and len(value) == 2 and all(is_whole(size) for size in value)):
+        return []
+    return [
+        ConfigurationError(
+            f"outer={value!r} is no pair of whole numbers of at least 1",
+            why="They are the rows and columns of the first Kronecker factor.",
+            hint="decompose_factor=-1 finds them by itself",
+            code="whole-number",
+        )
+    ]
 
 
 def _first(p: Mapping[str, Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, flag, probability, whole_number
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written
+from onegraph.errors import CheckpointError
 from onegraph.methods import BOFT, Method
 
 _NAMES = {"boft_R": "rotation", "boft_s": "gain"}
@@ -39,6 +40,12 @@ def _write(written: Layered) -> dict[str, Tensor]:
 
 def _config(adapter: Written) -> dict[str, object]:
     methods = list(adapter.only(BOFT).values())
+    if any(method.on_output or not method.with_gain for method in methods):
+        raise CheckpointError(
+            "This BOFT adapter rotates outputs, or has no gain; PEFT's rotates inputs, and has one.",
+            hint="Save it with format='lycoris' or format='native'.",
+            code="adapter-unsupported",
+        )
     adapter.same(
         boft_block_size=(method.block_size for method in methods),
         boft_block_num=(method.num_blocks for method in methods),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onegraph.checkpoint.dialects.peft_methods.fields import Field, fields, flag, names
 from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Read, Written
+from onegraph.errors import CheckpointError
 from onegraph.methods import IA3, Method
 
 _NAMES = {"ia3_l": "gain"}
@@ -28,6 +29,12 @@ def _write(written: Layered) -> dict[str, Tensor]:
 
 def _config(adapter: Written) -> dict[str, object]:
     methods = adapter.only(IA3)
+    if any(not method.scales_bias for method in methods.values()):
+        raise CheckpointError(
+            "This IA3 adapter leaves the biases of its layers as they are; PEFT's scales them too.",
+            hint="Save it with format='lycoris' or format='native'.",
+            code="adapter-unsupported",
+        )
     on_input = {path for path, method in methods.items() if method.on_input}
     return {"feedforward_modules": _feedforward(on_input, set(methods), adapter.targets)}
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from onegraph.checkpoint.dialects.peft_methods.fields import Field, fields, flag, integer, one_of
 from onegraph.checkpoint.dialects.peft_methods.form import IncompleteError, Layered, PeftForm, Read, Written
 from onegraph.checkpoint.dialects.peft_methods.loha import LYCORIS_FIELDS, lycoris_config, with_square_cores, with_upright
+from onegraph.errors import CheckpointError
+from onegraph.layers import Layer
 from onegraph.methods import LoKr, Method
 
 _NAMES = {
@@ -57,6 +60,12 @@ def _write(written: Layered) -> dict[str, Tensor]:
 
 def _config(adapter: Written) -> dict[str, object]:
     methods = adapter.only(LoKr)
+    if any(method.sides(layer) != dataclasses.replace(method, outer=None).sides(layer) for method, layer in _placed(adapter, methods)):
+        raise CheckpointError(
+            "The layers of this LoKr adapter are split in a way that no decompose_factor gives.",
+            hint="Save it with format='lycoris' or format='native'.",
+            code="adapter-unsupported",
+        )
     adapter.same(
         decompose_both=(method.decompose_both for method in methods.values()),
         decompose_factor=(method.decompose_factor for method in methods.values()),
@@ -70,6 +79,10 @@ def _config(adapter: Written) -> dict[str, object]:
         "rank_dropout_scale": first.rank_dropout_scale,
         "init_weights": next(theirs for theirs, ours in _INITS.items() if ours == first.init),
     }
+
+
+def _placed(adapter: Written, methods: Mapping[str, LoKr]) -> Iterator[tuple[LoKr, Layer]]:
+    return ((method, adapter.layers[path]) for path, method in methods.items())
 
 
 def _factor(name: str, value: object) -> Iterator[str]:
