@@ -180,6 +180,7 @@ CASES: dict[str, Case] = {
     "lora-all-biases": Case(peft.LoraConfig, {"target_modules": [*LINEAR, "conv"], "r": 2, "lora_alpha": 3, "bias": "all"}, change=biased),
     "lora-own-biases": Case(peft.LoraConfig, {"target_modules": ["narrow", "conv"], "r": 2, "bias": "lora_only"}, change=biased),
     "boft-all-biases": Case(peft.BOFTConfig, {"target_modules": [*LINEAR, "conv"], "bias": "all", **SAVED}, change=biased),
+    "hra-all-biases": Case(peft.HRAConfig, {"target_modules": LINEAR, "bias": "all", "modules_to_save": ["head.2"]}, change=biased),
     "vblora-own-biases": Case(
         peft.VBLoRAConfig, {"target_modules": ["narrow"], "num_vectors": 6, "vector_length": 4, "bias": "vblora_only"}, change=biased
     ),

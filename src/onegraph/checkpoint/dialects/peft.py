@@ -25,7 +25,7 @@ SHARED_PREFIX = "base_model."
 # Where PEFT hangs the module that it has put an adapter around.
 _BELOW = ".base_layer."
 # A module trained whole, where bias="all" saves its copy under the name that it has inside PEFT.
-_COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
+_COPY = re.compile(r"\.modules_to_save\.(?:[^.]+\.)?")
 
 
 @dataclass(frozen=True)
