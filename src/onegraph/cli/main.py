@@ -1,0 +1,56 @@
+"""The command ``onegraph``: one verb a job, one file a verb.
+
+A verb's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, the exit status. It is imported when it is asked for, so that a
+verb that needs no torch doesn't wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import onegraph
+from onegraph.errors import OnegraphError
+
+VERBS = {"explain": "what an error means, and what to do about it"}
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb; returns its exit status.
+
+    Args:
+        arguments: What follows the command's name; ``sys.argv`` when None.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    width = max(map(len, VERBS))
+    parser = argparse.ArgumentParser(
+        prog="onegraph",
+        description="Every adapter, one compiled graph.",
+        epilog="verbs:\n" + "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in VERBS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"onegraph {onegraph.__version__}")
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="onegraph VERB --help says more")
+    verb = parser.parse_args(given[:1]).verb
+    module = importlib.import_module(f"onegraph.cli.{verb}")
+    own = argparse.ArgumentParser(prog=f"onegraph {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(own)
+    try:
+        return int(module.run(own.parse_args(given[1:])))
+    except OnegraphError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # the reader has seen enough: "onegraph explain --list | head"
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
