@@ -51,19 +51,6 @@ _SUFFIXES = (
     *("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration"),
     *("Unsupported", "Failed", "Hit", "Missing", "Compiler", "Failure"),
 )
-    "Error",
-    "Exception",
-    "Warning",
-    "Interrupt",
-    "Exit",
-    "Iteration",
-    "Unsupported",
-    "Failed",
-    "Hit",
-    "Missing",
-    "Compiler",
-    "Failure",
-)
 _FILE = re.compile(r'^\s*File "([^"]+)", line \d+', re.MULTILINE)
 _BREAK = re.compile(r"gb/gb(\d{4})\.html|\bGB(\d{4})\b")
 _CODE = re.compile(r"^\[([a-z][a-z0-9-]+)\]\s*$", re.MULTILINE)
