@@ -65,7 +65,14 @@ def markdown(results: Results, head: dict[str, Any]) -> str:
             for cell in cells.values():
                 counts[cell[library]["verdict"]] += 1
         lines += [f"## {title}", ""]
-        lines += [", ".join(f"{count} {_SIGNS[verdict]}" for verdict, count in counts.items()), ""]
+        own = [cell[library] for cells in results.values() for cell in cells.values()]
+        totals = {key: sum(record.get(key, 0) for record in own) for key in ("breaks", "recompiles")}
+        signs = ", ".join(f"{count} {_SIGNS[verdict]}" for verdict, count in counts.items())
+        allowed = sum(min(record.get("recompiles", 0), record["allowed"]) for record in own if "allowed" in record)
+        lines += [
+            f"{signs}; {totals['breaks']} graph breaks, {totals['recompiles'] - allowed} recompilations that weren't part of the work",
+            "",
+        ]
         lines += _grid(results, library)
     lines += [
         "## Figures",

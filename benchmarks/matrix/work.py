@@ -139,7 +139,7 @@ def _loha(f: Mapping[str, Any], **more: Any) -> Any:
 def _lokr(f: Mapping[str, Any], **more: Any) -> Any:
     from peft import LoKrConfig
 
-    return LoKrConfig(r=f["rank"], alpha=f["alpha"], target_modules=f["targets"], **more)
+    return LoKrConfig(r=f["rank"], alpha=f["alpha"], decompose_factor=f["decompose_factor"], target_modules=f["targets"], **more)
 
 
 def _vera(f: Mapping[str, Any], **more: Any) -> Any:
@@ -190,7 +190,14 @@ CASES: dict[str, Case] = {
         Case("ia3", peft=_ia3, no_rank="a gain has no rank"),
         Case("norm_tuning", peft=_norm_tuning, targets=("norm",), no_rank="a norm's vectors have no rank"),
         Case("loha", **_RANKS, peft=_loha, dropout=("rank_dropout", "rank_dropout")),
-        Case("lokr", **_RANKS, peft=_lokr, dropout=("rank_dropout", "rank_dropout")),
+        Case(
+            "lokr",
+            # Below half of the larger side: from there on the second matrix is full, another structure.
+            first={"rank": 3, "alpha": 6.0, "decompose_factor": 2},
+            second={"rank": 2, "alpha": 5.0},
+            peft=_lokr,
+            dropout=("rank_dropout", "rank_dropout"),
+        ),
         Case("vera", first={"rank": 4}, second={"rank": 2}, peft=_vera, dropout=("input_dropout", "vera_dropout")),
         Case(
             "oft", first={"block_size": 4}, peft=_oft, dropout=("module_dropout", "module_dropout"), no_rank="the block size is the shape"
@@ -280,7 +287,8 @@ class Cell:
     @property
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        return {"verdict": self.verdict, **{key: value for key, value in asdict(self).items() if value not in (None, "")}}
+        kept = {key: value for key, value in asdict(self).items() if value not in (None, "") and not key.endswith("tolerance")}
+        return {"verdict": self.verdict, **kept}
 
 
 def first_line(error: BaseException) -> str:
