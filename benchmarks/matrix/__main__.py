@@ -18,7 +18,8 @@ import torch
 
 from matrix import report
 from matrix.features import FEATURES
-from matrix.ours import Ours
+from matrix.ours import FEATURES as OURS
+from matrix.session import Ours
 from matrix.theirs import Theirs
 from matrix.work import Cell, NoSuchFeatureError, case_of, first_line
 from onegraph.methods import METHODS
@@ -58,7 +59,7 @@ def main() -> int:
         case, started = case_of(name), time.perf_counter()
         results: dict[str, dict[str, dict[str, Any]]] = {}
         # One library after the other: what one compiles would be lost when the other begins anew.
-        for library, runner in (("onegraph", Ours(case)), ("peft", Theirs(case))):
+        for library, runner in (("onegraph", Ours(case, OURS)), ("peft", Theirs(case))):
             for feature in features if library in libraries else ():
                 for mode in FEATURES[feature]:
                     key = f"{feature}, {mode}" if mode else feature
