@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, integer, number, probability, whole_number
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, integer, number, probability, whole_number
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written, whole
 from onegraph.checkpoint.dialects.peft_methods.lora import FIELDS as LORA_FIELDS
-from onegraph.checkpoint.dialects.peft_methods.lora import refuse_inits
+from onegraph.checkpoint.dialects.peft_methods.lora import refuse_inits, refuse_new
 from onegraph.layers import ConvLayer
 from onegraph.methods import AdaLoRA, Method
 
@@ -56,13 +56,16 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
             for name, tensor in tensors.items()
         }
     tensors["singular"] = tensors["singular"].reshape(-1)
-    method = AdaLoRA(
-        rank=rank,
+    return _method(config, kept_rank=None if left == rank else max(left, 1)), tensors
+
+
+def _method(config: Config, *, kept_rank: int | None = None) -> AdaLoRA:
+    return AdaLoRA(
+        rank=config.count("init_r"),
         alpha=config.number("lora_alpha"),
         input_dropout=config.number("lora_dropout"),
-        kept_rank=None if left == rank else max(left, 1),
+        kept_rank=kept_rank,
     )
-    return method, tensors
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -128,7 +131,9 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv1D", "Conv2d"}),
     read=_read,
+    create=lambda config, path, layer: _method(config),
     write=_write,
     config=_config,
     refuse=refuse_inits,
+    refuse_new=refuse_new,
 )

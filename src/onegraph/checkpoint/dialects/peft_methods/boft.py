@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, flag, probability, whole_number
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, probability, whole_number
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written
 from onegraph.errors import CheckpointError
+from onegraph.layers import Layer
 from onegraph.methods import BOFT, Method
 
 _NAMES = {"boft_R": "rotation", "boft_s": "gain"}
@@ -27,10 +28,24 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
             f"{layer.path}: boft_block_size is {size} and boft_block_num {num}, boft_R has {num_blocks} blocks of {block_size}"
         )
     tensors["gain"] = tensors["gain"].reshape(-1)
+    method = _method(config, size=block_size if size else 0, num=num_blocks, num_factors=num_factors)
+    return method, tensors
+
+
+def _method(config: Config, *, size: int, num: int, num_factors: int) -> BOFT:
     dropout = config.number("boft_dropout")
     if size:
-        return BOFT(block_size=block_size, num_factors=num_factors, block_dropout=dropout), tensors
-    return BOFT(num_blocks=num_blocks, num_factors=num_factors, block_dropout=dropout), tensors
+        return BOFT(block_size=size, num_factors=num_factors, block_dropout=dropout)
+    return BOFT(num_blocks=num, num_factors=num_factors, block_dropout=dropout)
+
+
+def _create(config: Config, path: str, layer: Layer) -> Method:
+    return _method(
+        config,
+        size=config.count("boft_block_size"),
+        num=config.count("boft_block_num"),
+        num_factors=config.count("boft_n_butterfly_factor"),
+    )
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -78,6 +93,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv2d"}),
     read=_read,
+    create=_create,
     write=_write,
     config=_config,
 )

@@ -157,12 +157,14 @@ class PeftForm:
         whole: Endings of tensors that are the layer's own ones, trained whole -> their names in the layer.
         rewrite: From a layer of a file to its new weight, for layers that can't take the method that it was read as.
         read: From a layer of a file to its method and our tensors; raises IncompleteError or ContradictionError.
+        create: From a configuration, a module path and the layer there to the method of a new adapter.
         takes: The classes of layers that PEFT has the method for.
         write: From one layer, and the configuration that is written, to the end of each key and its tensor.
         config: The fields that follow from an adapter.
         read_shared: From their shared tensors to ours.
         write_shared: And back; the configuration decides whether they are written at all.
         refuse: What a configuration asks for that can't be honoured, beyond what ``fields`` says.
+        refuse_new: What it asks for that can't be honoured where the adapter is new, and matters no more in a file.
         settle: Which fields an older version called otherwise: from the fields as they stand in the file to today's.
     """
 
@@ -171,6 +173,7 @@ class PeftForm:
     fields: Mapping[str, Field]
     endings: frozenset[str]
     read: Callable[[Read], tuple[Method, dict[str, Tensor]]]
+    create: Callable[[Config, str, Layer], Method]
     takes: frozenset[str]
     write: Callable[[Layered], dict[str, Tensor]]
     config: Callable[[Written], dict[str, object]]
@@ -181,6 +184,7 @@ class PeftForm:
     read_shared: Callable[[Mapping[str, Tensor], Config], dict[str, Tensor]] = field(default=lambda tensors, config: {})
     write_shared: Callable[[Mapping[str, Tensor], Mapping[str, object]], dict[str, Tensor]] = field(default=lambda tensors, config: {})
     refuse: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
+    refuse_new: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
     settle: Callable[[Mapping[str, object]], Mapping[str, object]] = field(default=lambda values: values)
 
     def __post_init__(self) -> None:

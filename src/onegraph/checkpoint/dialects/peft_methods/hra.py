@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, flag
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag
 from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Read, Written
 from onegraph.methods import HRA, Method
 
@@ -15,7 +15,11 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     tensors = layer.named(_NAMES, needed=_NAMES.values())
     rank, vectors = layer.config.count("r"), tensors["vectors"]
     layer.rank_is(rank, vectors.shape[1] if vectors.dim() == 2 else -1, "hra_u", vectors.shape)
-    return HRA(rank=rank, gram_schmidt=layer.config.flag("apply_GS")), tensors
+    return _method(layer.config), tensors
+
+
+def _method(config: Config) -> HRA:
+    return HRA(rank=config.count("r"), gram_schmidt=config.flag("apply_GS"))
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -38,6 +42,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv2d"}),
     read=_read,
+    create=lambda config, path, layer: _method(config),
     write=_write,
     config=_config,
 )

@@ -6,7 +6,7 @@ import re
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, fields, flag, names
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, fields, flag, names
 from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Read, Written
 from onegraph.errors import CheckpointError
 from onegraph.methods import IA3, Method
@@ -16,7 +16,11 @@ _NAMES = {"ia3_l": "gain"}
 
 def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     tensors = layer.named(_NAMES, needed=_NAMES.values())
-    return IA3(on_input=layer.config.matches("feedforward_modules", layer.path)), {"gain": tensors["gain"].reshape(-1)}
+    return _method(layer.config, layer.path), {"gain": tensors["gain"].reshape(-1)}
+
+
+def _method(config: Config, path: str) -> IA3:
+    return IA3(on_input=config.matches("feedforward_modules", path))
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -55,6 +59,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv1D", "Conv2d", "Conv3d"}),
     read=_read,
+    create=lambda config, path, layer: _method(config, path),
     write=_write,
     config=_config,
 )

@@ -31,6 +31,7 @@ FORM = PeftForm(
     takes=frozenset({"norm"}),
     whole=_WHOLE,
     read=_read,
+    create=lambda config, path, layer: NormTuning(),
     write=_write,
     config=_config,
 )

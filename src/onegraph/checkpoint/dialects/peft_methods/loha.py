@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, flag, number, patterns, probability
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, number, patterns, probability
 from onegraph.checkpoint.dialects.peft_methods.form import Layered, PeftForm, Read, Written, rank_fields
 from onegraph.methods import LoHa, LoKr, Method
 
@@ -23,17 +23,20 @@ _FACTORS = ("first_up", "first_down", "second_up", "second_down")
 
 def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     tensors = with_upright(layer.named(_NAMES, needed=_FACTORS))
-    config, rank = layer.config, layer.config.rank(layer.path)
-    layer.rank_is(rank, tensors["first_down"].shape[0], "hada_w1_b", tensors["first_down"].shape)
-    method = LoHa(
-        rank=rank,
-        alpha=config.alpha(layer.path),
+    method = _method(layer.config, layer.path)
+    layer.rank_is(method.rank, tensors["first_down"].shape[0], "hada_w1_b", tensors["first_down"].shape)
+    return method, tensors
+
+
+def _method(config: Config, path: str) -> LoHa:
+    return LoHa(
+        rank=config.rank(path),
+        alpha=config.alpha(path),
         rank_dropout=config.number("rank_dropout"),
         module_dropout=config.number("module_dropout"),
         effective_conv=config.flag("use_effective_conv2d"),
         init="zero" if config.flag("init_weights") else "random",
     )
-    return method, tensors
 
 
 def with_upright(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,6 +96,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv1d", "Conv2d"}),
     read=_read,
+    create=lambda config, path, layer: _method(config, path),
     write=_write,
     config=_config,
 )

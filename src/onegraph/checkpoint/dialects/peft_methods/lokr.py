@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, fields, flag, integer, one_of
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, fields, flag, integer, one_of
 from onegraph.checkpoint.dialects.peft_methods.form import IncompleteError, Layered, PeftForm, Read, Written
 from onegraph.checkpoint.dialects.peft_methods.loha import LYCORIS_FIELDS, lycoris_config, with_square_cores, with_upright
 from onegraph.errors import CheckpointError
@@ -31,15 +31,20 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     for side in ("first", "second"):
         if side not in tensors and not {f"{side}_up", f"{side}_down"} <= tensors.keys():
             raise IncompleteError(f"{layer.path} has only: {', '.join(sorted(layer.tensors))}")
-    config, rank = layer.config, layer.config.rank(layer.path)
+    method = _method(layer.config, layer.path)
     for side, name in (("first_down", "lokr_w1_b"), ("second_down", "lokr_w2_b")):
         if side in tensors:
-            layer.rank_is(rank, tensors[side].shape[0], name, tensors[side].shape)
+            layer.rank_is(method.rank, tensors[side].shape[0], name, tensors[side].shape)
+    first, second = ("full" if side in tensors else "factorised" for side in ("first", "second"))
+    return dataclasses.replace(method, first_form=first, second_form=second), tensors
+
+
+def _method(config: Config, path: str) -> LoKr:
     init = config.values["init_weights"]
     assert isinstance(init, bool | str)
-    method = LoKr(
-        rank=rank,
-        alpha=config.alpha(layer.path),
+    return LoKr(
+        rank=config.rank(path),
+        alpha=config.alpha(path),
         rank_dropout=config.number("rank_dropout"),
         rank_dropout_scale=config.flag("rank_dropout_scale"),
         module_dropout=config.number("module_dropout"),
@@ -47,10 +52,7 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
         decompose_factor=config.count("decompose_factor"),
         effective_conv=config.flag("use_effective_conv2d"),
         init=_INITS[init],
-        first_form="full" if "first" in tensors else "factorised",
-        second_form="full" if "second" in tensors else "factorised",
     )
-    return method, tensors
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -105,6 +107,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear", "Conv1d", "Conv2d"}),
     read=_read,
+    create=lambda config, path, layer: _method(config, path),
     write=_write,
     config=_config,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, number, patterns, probability
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written, rank_fields
 from onegraph.errors import CheckpointError
-from onegraph.layers import ConvLayer
+from onegraph.layers import ConvLayer, Layer
 from onegraph.methods import DoRA, LoRA, Method
 
 # The variants of LoRA that are not one here.
@@ -40,6 +40,9 @@ _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 ADDED_TWICE = 2
 """The output projection of an attention: PEFT 0.21 adds its difference once itself and once by merging, so that is what it trains."""
+
+# Configurations of a start, or of a way to train, that is not one here.
+_STARTS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config")
 
 _NAMES = {
     "lora_A.weight": "down",
@@ -87,6 +90,20 @@ def refuse_inits(config: Config) -> Iterable[str]:
     init = config.values["init_lora_weights"]
     if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
         yield f"init_lora_weights = {init!r} (it changes the base weights, so the adapter alone is not the whole difference)"
+
+
+def refuse_new(config: Config) -> Iterable[str]:
+    """A start that needs data, or a change of the base weights."""
+    init = config.values["init_lora_weights"]
+    if isinstance(init, str) and init != "gaussian":
+        yield f"init_lora_weights = {init!r} (true, false and 'gaussian' are there)"
+    for name in _STARTS:
+        if config.values.get(name):
+            yield name
+
+
+def _create(config: Config, path: str, layer: Layer) -> Method:
+    return method_of(config, path, rank=config.rank(path), bias=config.flag("lora_bias"))
 
 
 def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
@@ -175,8 +192,10 @@ FORM = PeftForm(
     bias="lora_only",
     endings=frozenset(_NAMES),
     read=_read,
+    create=_create,
     write=_write,
     config=_config,
     refuse=_refuse,
+    refuse_new=refuse_new,
     takes=frozenset({"Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "Embedding", "MultiheadAttention"}),
 )

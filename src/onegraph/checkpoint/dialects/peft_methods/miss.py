@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onegraph.checkpoint.dialects.peft_methods.fields import Field, count, fields, one_of, probability
+from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, one_of, probability
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written
 from onegraph.methods import Method, MiSS
 
@@ -14,20 +14,24 @@ _FORMS = {"bat": "bat", "mini": "mini", True: "balance", False: "balance"}
 
 def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     tensors = layer.named(_NAMES, needed=_NAMES.values())
-    config, block = layer.config, tensors["block"]
+    method, block = _method(layer.config), tensors["block"]
+    if block.dim() != (3 if method.form == "bat" else 2):
+        init = layer.config.values["init_weights"]
+        raise ContradictionError(f"{layer.path}: init_weights is {init!r}, miss_block has shape {tuple(block.shape)}")
+    layer.rank_is(method.rank, block.shape[1 if method.form == "bat" else 0], "miss_block", block.shape)
+    return method, tensors
+
+
+def _method(config: Config) -> MiSS:
     init = config.values["init_weights"]
     assert isinstance(init, bool | str)
-    form, rank = _FORMS[init], config.count("r")
-    if block.dim() != (3 if form == "bat" else 2):
-        raise ContradictionError(f"{layer.path}: init_weights is {init!r}, miss_block has shape {tuple(block.shape)}")
-    layer.rank_is(rank, block.shape[1 if form == "bat" else 0], "miss_block", block.shape)
-    method = MiSS(
-        rank=rank,
+    form = _FORMS[init]
+    return MiSS(
+        rank=config.count("r"),
         form=form,
         out_rank=config.count("mini_r") if form == "mini" else 1,
         input_dropout=0.0 if form == "bat" else config.number("miss_dropout"),  # PEFT has no dropout in that form
     )
-    return method, tensors
 
 
 def _write(written: Layered) -> dict[str, Tensor]:
@@ -66,6 +70,7 @@ FORM = PeftForm(
     endings=frozenset(_NAMES),
     takes=frozenset({"Linear"}),
     read=_read,
+    create=lambda config, path, layer: _method(config),
     write=_write,
     config=_config,
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from onegraph.checkpoint.dialects.peft_methods.fields import Config, Field, count, fields, flag, number, probability, whole_number
 from onegraph.checkpoint.dialects.peft_methods.form import ContradictionError, Layered, PeftForm, Read, Written
 from onegraph.errors import CheckpointError
+from onegraph.layers import Layer
 from onegraph.methods import BOFT, OFT, Method
 from onegraph.methods.rotations import cayley_change
 
@@ -34,9 +35,13 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
         raise ContradictionError(f"{layer.path}: oft_R has shape {tuple(rotation.shape)}, not (blocks, size (size - 1) / 2)")
     num_blocks, asked = config.count("r"), config.count("oft_block_size")
     by_number = asked == 0 and (config.flag("block_share") or rotation.shape[0] == num_blocks)
-    method = OFT(
-        block_size=None if by_number else size,
-        num_blocks=num_blocks if by_number else None,
+    return _method(config, size=0 if by_number else size, num=num_blocks), tensors
+
+
+def _method(config: Config, *, size: int, num: int) -> OFT:
+    return OFT(
+        block_size=size or None,
+        num_blocks=None if size else num,
         exact=not config.flag("use_cayley_neumann"),
         num_terms=config.count("num_cayley_neumann_terms"),
         last_term_twice=_last_term_twice(config),
@@ -45,7 +50,12 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
         eps=config.number("eps"),
         module_dropout=config.number("module_dropout"),
     )
-    return method, tensors
+
+
+def _create(config: Config, path: str, layer: Layer) -> Method:
+    columns = layer.out_features if layer.kind == "embedding" else layer.num_weight_columns
+    size, num = config.count("oft_block_size"), config.count("r")
+    return _method(config, size=size and _nearest_divisor(columns, size), num=num and _nearest_divisor(columns, num))
 
 
 def _block_size(num_elements: int) -> int:
@@ -202,6 +212,7 @@ FORM = PeftForm(
     endings=frozenset({*_NAMES, "oft_r", "oft_s"}),
     takes=frozenset({"Linear", "Conv2d", "Embedding"}),
     read=_read,
+    create=_create,
     rewrite=_rewrite,
     write=_write,
     config=_config,

@@ -37,16 +37,19 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     rank = config.count("r")
     down = tensors["logits_down"]
     layer.rank_is(rank, down.shape[0], "vblora_logits_A", down.shape)
-    method = VBLoRA(
-        rank=rank,
+    return _method(config), tensors
+
+
+def _method(config: Config) -> VBLoRA:
+    return VBLoRA(
+        rank=config.count("r"),
         topk=config.count("topk"),
-        num_vectors=sizes[0],
-        vector_length=sizes[1],
+        num_vectors=config.count("num_vectors"),
+        vector_length=config.count("vector_length"),
         input_dropout=config.number("vblora_dropout"),
         bank_bound=config.number("init_vector_bank_bound"),
         logits_deviation=config.number("init_logits_std"),
     )
-    return method, tensors
 
 
 def _logits(places: Tensor, weights: Tensor, num_vectors: int) -> Tensor:
@@ -113,6 +116,7 @@ FORM = PeftForm(
     shared=frozenset({_BANK}),
     takes=frozenset({"Linear", "Conv1D"}),
     read=_read,
+    create=lambda config, path, layer: _method(config),
     write=_write,
     config=_config,
     read_shared=_read_shared,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -23,15 +24,17 @@ def _read(layer: Read) -> tuple[Method, dict[str, Tensor]]:
     if len(there) == 1 or (config.flag("save_projection") and not there):
         raise IncompleteError(f"{layer.path}: save_projection is true, and of the projections there is: {', '.join(there) or 'none'}")
     down, up = layer.shared.get("vera_A"), layer.shared.get("vera_B")
-    method = VeRA(
-        rank=rank,
+    in_width, out_width = None if down is None else down.shape[-1], None if up is None else up.shape[0]
+    return dataclasses.replace(_method(config), in_width=in_width, out_width=out_width), tensors
+
+
+def _method(config: Config) -> VeRA:
+    return VeRA(
+        rank=config.count("r"),
         d_initial=config.number("d_initial"),
         projection_key=config.count("projection_prng_key"),
         input_dropout=config.number("vera_dropout"),
-        in_width=None if down is None else down.shape[-1],
-        out_width=None if up is None else up.shape[0],
     )
-    return method, tensors
 
 
 def _read_shared(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -86,6 +89,7 @@ FORM = PeftForm(
     shared=frozenset(_SHARED),
     takes=frozenset({"Linear", "Conv1D"}),
     read=_read,
+    create=lambda config, path, layer: _method(config),
     write=_write,
     config=_config,
     read_shared=_read_shared,
