@@ -457,7 +457,6 @@ def test_state_dict_copies_and_moves() -> None:
     assert all(key.endswith(("down", "up")) for key in missing.missing_keys)
     torch.testing.assert_close(fresh.self_attn.base_layer.in_proj_weight, plain.self_attn.in_proj_weight)
     torch.testing.assert_close(fresh.self_attn.base_layer.out_proj.base_layer.weight, plain.self_attn.out_proj.weight)
-    adapters.disabled()
     model.to(torch.float64)
     assert model(x.double()).dtype == torch.float64
 
