@@ -162,6 +162,9 @@ METHODS: dict[str, MethodCase] = {
     "oft-last-twice": MethodCase(
         OFT(block_size=4, num_terms=6, last_term_twice=True), oft(4, num_terms=6, last=2.0), near_zero, starts_at_fixed_values=True
     ),
+    "oft-last-twice-short": MethodCase(
+        OFT(block_size=4, num_terms=3, last_term_twice=True), oft(4, num_terms=3, last=2.0), near_zero, starts_at_fixed_values=True
+    ),
     "oft-on-output": MethodCase(OFT(block_size=2, exact=True, on_output=True), oft(2, on_output=True), starts_at_fixed_values=True),
     "oft-on-output-seven": MethodCase(
         OFT(block_size=7, on_output=True), oft(7, num_terms=5, on_output=True), near_zero, starts_at_fixed_values=True

@@ -411,6 +411,17 @@ def test_oft_0_14_and_0_15_rotates_the_input_and_scales(tmp_path: Path, path: st
     assert_near(output(load(net(), folder).model), wanted)
 
 
+def test_a_short_series_of_oft_before_0_18_ends_where_it_did(tmp_path: Path) -> None:
+    vectors = torch.randn(2, 6) * 0.3
+    fields = {"r": 0, "oft_block_size": 4, "use_cayley_neumann": True, "num_cayley_neumann_terms": 3, "peft_version": "0.17.1"}
+    folder = old_folder(tmp_path / "a", {"wide.oft_R.weight": vectors, "block.wide.oft_R.weight": torch.zeros(2, 6)}, **fields)
+    rows, columns = torch.triu_indices(4, 4, 1)
+    skew = torch.zeros(2, 4, 4, dtype=torch.float64)
+    skew[:, rows, columns] = vectors.double()
+    rotation = torch.block_diag(*(torch.eye(4) + 2 * q + 2 * q @ q for q in skew - skew.mT))
+    assert_near(output(load(net(), folder).model), with_weight("wide", lambda weight: weight @ rotation.T))
+
+
 @pytest.mark.parametrize("version", [None, "0.17.1", "0.18.0", "0.21.2"])
 def test_the_series_of_oft_before_0_18_had_its_last_term_twice(tmp_path: Path, version: str | None) -> None:
     vectors = torch.randn(2, 6) * 0.3

@@ -46,7 +46,8 @@ class OFT(Method):
         num_blocks: Number of blocks instead of their size.
         exact: R = (I - Q)(I + Q)^-1 exactly. Otherwise R = I + 2 Q + 2 Q^2 + ... + Q^k, which costs less, is a rotation only nearly, and is
             near to the *inverse* of the exact one: the two don't mean the same on one file.
-        num_terms: Of that series with the identity, k + 1; at least 2. 3 and 4 are the same series (k = 3), as PEFT computes them.
+        num_terms: Of that series with the identity, k + 1; at least 2. 3 and 4 are the same series (k = 3), as PEFT computes
+            them since 0.18; with ``last_term_twice`` 3 is k = 2.
         last_term_twice: The last term has the factor 2 as the others: PEFT 0.16 and 0.17.
         block_share: One rotation for all blocks.
         on_output: Whether the output is rotated rather than the input, but for the bias: PEFT up to 0.13.
@@ -175,7 +176,7 @@ class OFT(Method):
         if self.num_terms == 2:
             return 2 * generator
         power, total = generator, 2 * generator
-        last = max(self.num_terms, 4) - 1
+        last = (self.num_terms if self.last_term_twice else max(self.num_terms, 4)) - 1
         for exponent in range(2, last + 1):
             power = power @ generator
             total = total + (power if exponent == last and not self.last_term_twice else 2 * power)

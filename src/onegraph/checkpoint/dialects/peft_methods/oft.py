@@ -8,7 +8,7 @@ With ``oft_s`` (0.14, 0.15) it is a rotation of the input and a gain: BOFT with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -126,11 +126,6 @@ def _settle(values: Mapping[str, object]) -> Mapping[str, object]:
     return {name: value for name, value in values.items() if value or name not in ("alpha_pattern", "rank_pattern")}
 
 
-def _refuse(config: Config) -> Iterable[str]:
-    if _last_term_twice(config) and config.count("num_cayley_neumann_terms") == 3:
-        yield "num_cayley_neumann_terms = 3 of a PEFT before 0.18 (a series that ends with Q squared)"
-
-
 def _write(written: Layered) -> dict[str, Tensor]:
     name = "oft_embedding_R.weight" if written.layer.kind == "embedding" else "oft_R.weight"
     return {name: written.tensors["rotation"]}
@@ -216,6 +211,5 @@ FORM = PeftForm(
     rewrite=_rewrite,
     write=_write,
     config=_config,
-    refuse=_refuse,
     settle=_settle,
 )
