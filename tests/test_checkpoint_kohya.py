@@ -296,8 +296,8 @@ CHANGES: dict[str, tuple[dict[str, torch.Tensor | None], str, str]] = {
         "adapter-architecture",
         "lora_te_absent",
     ),
-    "loha": ({f"{FC1}.hada_w1_a": torch.ones(2, 2)}, "adapter-unsupported", "LoHa"),
-    "dora": ({f"{FC1}.dora_scale": torch.ones(2)}, "adapter-unsupported", "DoRA"),
+    "loha beside it": ({f"{FC1}.hada_w1_a": torch.ones(2, 2)}, "adapter-unsupported", "LoRA and LoHa in one module"),
+    "a magnitude of another size": ({f"{FC1}.dora_scale": torch.ones(2)}, "adapter-shape", "dora_scale is (2,)"),
     "wrong width": (
         {f"{FC1}.lora_up.weight": torch.ones(65, 4)},
         "adapter-shape",

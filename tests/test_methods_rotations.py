@@ -484,10 +484,12 @@ HALF: dict[str, tuple[Method, nn.Module]] = {
     "oft-embedding": (OFT(block_size=8), nn.Embedding(64, 48)),
     "oft-on-output": (OFT(block_size=8, on_output=True), nn.Linear(64, 48)),
     "boft": (BOFT(block_size=4, num_factors=2), nn.Linear(64, 48)),
+    "boft-on-output": (BOFT(block_size=6, num_factors=2, on_output=True), nn.Linear(64, 48)),
     "hra": (HRA(rank=4), nn.Linear(64, 48)),
     "hra-conv": (HRA(rank=4), nn.Conv2d(64, 48, 3, padding=1)),
     "ia3": (IA3(), nn.Linear(64, 48)),
     "ia3-on-input": (IA3(on_input=True), nn.Linear(64, 48)),
+    "ia3-without-bias": (IA3(scales_bias=False), nn.Linear(64, 48)),
     "miss": (MiSS(rank=8), nn.Linear(64, 48)),
     "miss-mini": (MiSS(rank=8, form="mini", out_rank=4), nn.Linear(64, 48)),
 }

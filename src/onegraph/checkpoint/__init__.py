@@ -1,4 +1,4 @@
-"""Adapter files in and out: our own format, and those of PEFT, sd-scripts (kohya) and diffusers."""
+"""Adapter files in and out: our own format, and those of PEFT, sd-scripts (kohya), LyCORIS and diffusers."""
 
 from __future__ import annotations
 

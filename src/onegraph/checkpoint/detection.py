@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from onegraph.checkpoint.dialects import diffusers, kohya, native, peft
+from onegraph.checkpoint.dialects import diffusers, kohya, lycoris, native, peft
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.keys import first_ten
 from onegraph.errors import CheckpointError, nearest
 
-FORMATS = ("native", "peft", "kohya", "diffusers")
+FORMATS = ("native", "peft", "kohya", "lycoris", "diffusers")
 
 # Width of the text features that cross-attention reads -> the model family.
 _FAMILY_OF_WIDTH = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
@@ -52,6 +52,8 @@ def format_of(keys: Iterable[str], metadata: Mapping[str, str], path: Path) -> s
     found = list(keys)
     if native.looks_like(metadata):
         return "native"
+    if lycoris.looks_like(found):
+        return "lycoris"
     if kohya.looks_like(found):
         return "kohya"
     if peft.looks_like(found):

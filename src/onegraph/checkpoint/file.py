@@ -25,7 +25,7 @@ class AdapterFile:
 
     Args:
         path: The file or folder.
-        format: ``native``, ``peft``, ``kohya`` or ``diffusers``.
+        format: ``native``, ``peft``, ``kohya``, ``lycoris`` or ``diffusers``.
         metadata: The strings in the safetensors header.
         parts: Part (``""`` where there is only one; ``lora_unet``, ``lora_te``; ``unet``, ``text_encoder``) -> module path, or the key
             that stands for it in the file -> parameter -> tensor, and ``"alpha"`` -> number. Under the path ``""``: shared tensors.
@@ -35,6 +35,7 @@ class AdapterFile:
             whole, targeted embeddings.
         trained: Those of them that the adapter trains even where they are still the model's own.
         rewrites: Module path -> from its canonical weight to the one with the adapter, for layers that can't take its method.
+        optional: Parameters that the file leaves out where they change nothing.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class AdapterFile:
     base_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     rewrites: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         layers = ", ".join(f"{part or 'model'}: {len(layers)} layers" for part, layers in self.methods.items())

@@ -33,7 +33,7 @@ def load(
         model: The model, in place. It may be compiled or wrapped.
         path: A file or folder, see :func:`onegraph.checkpoint.read`.
         name: The adapter's name from now on. One of the same name and the same layers, ranks and alphas gets the new weights.
-        format: ``native``, ``peft``, ``kohya`` or ``diffusers``; found out when omitted.
+        format: ``native``, ``peft``, ``kohya``, ``lycoris`` or ``diffusers``; found out when omitted.
         part: The part of the file that belongs to this model (``lora_unet``, ``lora_te``, ``unet`` ...); the one that fits when omitted.
 
     Raises:

@@ -76,7 +76,7 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
             problems.append(f"{path}: {refusal}")
             continue
         methods[path] = method
-        tensors[path], wrong = _shaped(path, tensors_of(weights), method, layers[path])
+        tensors[path], wrong = _shaped(path, _completed(weights, file, method, layers[path]), method, layers[path])
         problems += wrong
     if problems:
         raise _other_shapes(file, model, problems, len(keys))
@@ -150,7 +150,7 @@ def _shared(file: AdapterFile, methods: Mapping[str, Method], given: Mapping[str
 def _located(file: AdapterFile, part: str, layers: Mapping[str, Layer]) -> dict[str, str]:
     """Key of the file -> path of the model, for the keys that name a layer."""
     keys = _layers_in(file, part)
-    if file.format == "kohya":
+    if file.format in ("kohya", "lycoris"):
         table = kohya.paths_by_key(part, layers)
         return {key: table[key] for key in keys if key in table}
     matched = match_paths(keys, layers.keys())
@@ -164,7 +164,16 @@ def _located(file: AdapterFile, part: str, layers: Mapping[str, Layer]) -> dict[
 def _num_fitting(file: AdapterFile, part: str, located: Mapping[str, str], layers: Mapping[str, Layer]) -> int:
     """How many layers of a part are in the model with the right shapes: two text encoders have the same names."""
     methods, keys = file.methods[part], _layers_in(file, part)
-    return sum(not _shaped(path, tensors_of(keys[key]), methods[key], layers[path])[1] for key, path in located.items())
+    given = {key: _completed(keys[key], file, methods[key], layers[path]) for key, path in located.items()}
+    return sum(not _shaped(path, given[key], methods[key], layers[path])[1] for key, path in located.items())
+
+
+def _completed(weights: Weights, file: AdapterFile, method: Method, layer: Layer) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, and those without effect that its file left out."""
+    tensors = tensors_of(weights)
+    if not file.optional - tensors.keys():
+        return tensors
+    return {**{name: value for name, value in method.identity(layer).items() if name in file.optional}, **tensors}
 
 
 def _shaped(path: str, tensors: Mapping[str, torch.Tensor], method: Method, layer: Layer) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -10,7 +10,7 @@ import torch
 
 from onegraph.checkpoint.container import Container, check_finite, read_container
 from onegraph.checkpoint.detection import check_format, format_of
-from onegraph.checkpoint.dialects import diffusers, kohya, native, peft, peft_config
+from onegraph.checkpoint.dialects import diffusers, kohya, lycoris, native, peft, peft_config
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.errors import CheckpointError
 from onegraph.methods import LoRA, Method
@@ -21,7 +21,8 @@ def read(path: str | os.PathLike[str], *, format: str | None = None) -> AdapterF
 
     Args:
         path: A .safetensors file, or a folder with ``adapter_config.json`` (PEFT) or ``pytorch_lora_weights.safetensors`` (diffusers).
-        format: ``native``, ``peft``, ``kohya`` or ``diffusers``; found out from the file when omitted.
+        format: ``native``, ``peft``, ``kohya``, ``lycoris`` or ``diffusers``; found out from the file when omitted. LyCORIS files of plain
+            LoRA are kohya files.
 
     Raises:
         CheckpointError: The file can't be read, is damaged, holds NaN, or is of no known format; the code says which.
@@ -33,6 +34,8 @@ def read(path: str | os.PathLike[str], *, format: str | None = None) -> AdapterF
         return _read_folder(path, format)
     container = read_container(path)
     found = format_of(container.tensors, container.metadata, path)
+    if format == "lycoris" and found == "kohya":
+        found = format
     if format is not None and format != found:
         raise CheckpointError(
             f"{path} is of the format {found!r}, not {format!r}.",
@@ -44,6 +47,9 @@ def read(path: str | os.PathLike[str], *, format: str | None = None) -> AdapterF
     if found == "native":
         weights, methods, record = native.parse(container.tensors, container.metadata, path)
         return AdapterFile(path, found, container.metadata, {"": weights}, {"": methods}, record)
+    if found == "lycoris":
+        modules = lycoris.parse(container.tensors, path)
+        return AdapterFile(path, found, container.metadata, modules.parts, modules.methods, optional=lycoris.OPTIONAL)
     if found == "kohya":
         parts = kohya.parse(container.tensors, path)
         by_part: dict[str, dict[str, Method]] = {}

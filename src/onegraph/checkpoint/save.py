@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ from onegraph.checkpoint.atomic import atomic_write, check_writable
 from onegraph.checkpoint.container import cast, serialise, write_bytes
 from onegraph.checkpoint.contents import chosen_name, contents
 from onegraph.checkpoint.detection import check_format, family_of_model
-from onegraph.checkpoint.dialects import diffusers, kohya, native
+from onegraph.checkpoint.dialects import diffusers, kohya, lycoris, native
 from onegraph.checkpoint.dialects.peft_methods.form import whole
 from onegraph.checkpoint.dialects.peft_methods.lora import plain_alpha
 from onegraph.checkpoint.keys import file_paths, first_ten
 from onegraph.checkpoint.save_peft import peft_config_of, save_peft
 from onegraph.errors import CheckpointError
-from onegraph.methods import LoRA, Method
+from onegraph.methods import DoRA, LoRA, Method
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def save(
         path: A file; for ``peft`` a folder, which is created.
         name: The adapter, the active one when omitted. ``peft`` writes all of them when omitted: ``default`` into the folder itself, the
             others into folders of their names; one that is named goes into ``path`` itself.
-        format: ``native``, ``peft``, ``kohya`` or ``diffusers``.
+        format: ``native``, ``peft``, ``kohya``, ``lycoris`` or ``diffusers``.
         dtype: Of the tensors in the file; their own when omitted.
         metadata: Strings for the header; for ``peft`` fields of ``adapter_config.json`` such as ``task_type``.
 
@@ -61,8 +62,8 @@ def save(
         return
     check_writable(target)
     strings = _strings(metadata or {})
-    if format == "kohya":
-        save_kohya({_part_of(adapters): adapters}, target, name=name, dtype=dtype, metadata=strings)
+    if format in ("kohya", "lycoris"):
+        save_kohya({_part_of(adapters): adapters}, target, name=name, form=format, dtype=dtype, metadata=strings)
         return
     found = contents(adapters, chosen_name(adapters, name))
     if format == "native":
@@ -91,6 +92,7 @@ def save_kohya(
     path: str | os.PathLike[str],
     *,
     name: str | None = None,
+    form: str = "kohya",
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -100,18 +102,19 @@ def save_kohya(
         parts: ``unet``, ``text_encoder`` -> the adapters of that model.
         path: The file.
         name: The adapter, the active one of each part when omitted.
+        form: ``kohya``, LoRA alone, which every program reads; ``lycoris``, the methods that LyCORIS has.
         dtype: Of every tensor in the file, alpha too; their own when omitted.
         metadata: Strings for the header (``ss_*``, ``modelspec.*``). What readers need is filled in where it is missing.
 
     Raises:
-        CheckpointError: ``adapter-unsupported`` for another method than LoRA, a bias, or a model whose keys are named otherwise.
+        CheckpointError: ``adapter-unsupported`` for what the form has no place for, or a model whose keys are named otherwise.
         AdapterError, NumericsError, OutputError: As :func:`save`.
     """
     target = Path(path)
     check_writable(target)
     prefixes = kohya.prefixes_for(parts)
     tensors: dict[str, torch.Tensor] = {}
-    all_methods: list[LoRA] = []
+    all_methods: list[Method] = []
     for part, prefix in prefixes.items():
         adapters = parts[part]
         if family_of_model(unwrapped(adapters.model)) == "Stable Diffusion XL":
@@ -121,8 +124,8 @@ def save_kohya(
                 code="adapter-unsupported",
             )
         found = contents(adapters, chosen_name(adapters, name))
-        loras = _only_lora(found.methods, "kohya")
-        all_methods += loras.values()
+        loras = _only_lora(found.methods, "kohya") if form == "kohya" else {}
+        all_methods += found.methods.values()
         keys = {layer: kohya.module_key(prefix, layer) for layer in found.tensors}
         if len(set(keys.values())) < len(keys):
             raise CheckpointError(
@@ -131,13 +134,12 @@ def save_kohya(
                 code="adapter-unsupported",
             )
         for layer, values in found.tensors.items():
-            for parameter, tensor in values.items():
-                tensors[f"{keys[layer]}.{kohya.PARAMETERS[parameter]}"] = tensor
-            own = next(iter(values.values())).dtype
-            tensors[f"{keys[layer]}.{kohya.ALPHA}"] = torch.tensor(plain_alpha(loras[layer]), dtype=own)
-        _warn_of_lost_alphas(prefix, loras)
+            written = lycoris.write(found.methods[layer], values, found.layers[layer], layer)
+            tensors |= {f"{keys[layer]}.{ending}": tensor for ending, tensor in written.items()}
+        if loras:
+            _warn_of_lost_alphas(prefix, loras)
     ready = cast(tensors, dtype, f"the parts {', '.join(prefixes)}")
-    strings = {**_network_metadata(parts, all_methods), **_strings(metadata or {})}
+    strings = {**_network_metadata(parts, all_methods, form), **_strings(metadata or {})}
     strings |= hashes.network_hashes(ready, strings)
     data = serialise(ready, strings)
     atomic_write(target, partial(write_bytes, data), num_bytes=len(data))
@@ -168,7 +170,7 @@ def _only_lora(methods: Mapping[str, Method], format: str) -> dict[str, LoRA]:
     if other or len(loras) < len(methods):
         raise CheckpointError(
             f"The format {format!r} is written for LoRA; this adapter uses {', '.join(other)}.",
-            hint="Save it with format='native'.",
+            hint="Save it with format='lycoris', which has more methods, or format='native'.",
             code="adapter-unsupported",
         )
     if format == "kohya" and any(method.bias for method in loras.values()):
@@ -194,21 +196,26 @@ def _part_of(adapters: Adapters) -> str:
     )
 
 
-def _network_metadata(parts: Mapping[str, Adapters], methods: list[LoRA]) -> dict[str, str]:
+def _network_metadata(parts: Mapping[str, Adapters], methods: list[Method], form: str) -> dict[str, str]:
     """The entries without which readers of network files don't know what they have."""
-    ranks = [method.rank for method in methods]
-    rank = max(set(ranks), key=ranks.count)
-    alpha = next(plain_alpha(method) for method in methods if method.rank == rank)
+    strengths = [(rank, alpha) for method in methods if (rank := getattr(method, "rank", None)) is not None for alpha in [_alpha(method)]]
+    ranks = [rank for rank, _ in strengths]
+    rank = max(set(ranks), key=ranks.count, default=None)
+    alpha = next((alpha for own, alpha in strengths if own == rank), None)
     families = {family_of_model(unwrapped(adapters.model)) for adapters in parts.values()}
     second = "Stable Diffusion 2.x" in families
     return {
         "ss_v2": str(second),
         "ss_base_model_version": "sd_v2" if second else "sd_v1",
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "networks.lora" if form == "kohya" else lycoris.NETWORK_MODULE,
         "ss_network_dim": str(rank),
-        "ss_network_alpha": str(whole(alpha)),
-        "ss_network_args": "{}",
+        "ss_network_alpha": str(None if alpha is None else whole(alpha)),
+        "ss_network_args": json.dumps({} if form == "kohya" or (name := lycoris.algorithm(methods)) is None else {"algo": name}),
     }
+
+
+def _alpha(method: Method) -> float | None:
+    return plain_alpha(method) if isinstance(method, LoRA | DoRA) else getattr(method, "alpha", None)
 
 
 def _strings(metadata: Mapping[str, object]) -> dict[str, str]:

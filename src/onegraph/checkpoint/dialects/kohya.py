@@ -25,23 +25,6 @@ PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "l
 TEXT_ENCODER_PREFIXES = frozenset({"lora_te", "lora_te1", "lora_te2"})
 _PREFIX_OF_KEY = re.compile(r"^(lora_unet|lora_te1|lora_te2|lora_te)_")
 
-# How the parameters of other methods begin, for an error that names the method.
-_OTHER_METHODS = {
-    "dora_scale": "DoRA",
-    "lora_mid.": "LoCon with a middle tensor",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
-    "oft_": "OFT or BOFT",
-    "on_input": "IA3",
-    "diff": "full-difference",
-    "w_norm": "norm",
-    "b_norm": "norm",
-    "a1.": "GLoRA",
-    "a2.": "GLoRA",
-    "b1.": "GLoRA",
-    "b2.": "GLoRA",
-}
-
 
 def prefixes_for(parts: Iterable[str]) -> dict[str, str]:
     """Part -> prefix for the parts of one file.
@@ -90,6 +73,12 @@ def paths_by_key(prefix: str, paths: Iterable[str]) -> dict[str, str]:
     return {key: path for key, path in table.items() if key not in shared}
 
 
+def prefix_of(key: str) -> str | None:
+    """The prefix of a key: ``lora_unet``, ``lora_te`` ...; None for a key of another kind of file."""
+    found = _PREFIX_OF_KEY.match(key)
+    return None if found is None else found.group(1)
+
+
 def looks_like(keys: Iterable[str]) -> bool:
     """True where every key begins as in a network file."""
     found = list(keys)
@@ -100,38 +89,27 @@ def parse(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, dict[str
     """Prefix -> module key -> down, up and alpha (the rank where the file has none).
 
     Raises:
-        CheckpointError: ``adapter-unsupported`` for other methods, ``adapter-incomplete`` for a module with half of its tensors,
-            ``adapter-shape``, ``adapter-keys`` for keys that mean nothing.
+        CheckpointError: ``adapter-incomplete`` for a module with half of its tensors, ``adapter-shape``, ``adapter-keys`` for keys that
+            mean nothing.
     """
     parts: dict[str, dict[str, Weights]] = {}
     ours = {theirs: name for name, theirs in PARAMETERS.items()}
-    other: dict[str, list[str]] = {}
     unknown = []
     for key, tensor in tensors.items():
         module, _, suffix = key.partition(".")
-        prefix = _PREFIX_OF_KEY.match(module)
-        method = next((name for start, name in _OTHER_METHODS.items() if suffix.startswith(start)), None)
-        if method is not None:
-            other.setdefault(method, []).append(key)
-        elif prefix is None or (suffix not in ours and suffix != ALPHA):
+        prefix = prefix_of(module)
+        if prefix is None or (suffix not in ours and suffix != ALPHA):
             unknown.append(key)
         elif suffix != ALPHA:
-            parts.setdefault(prefix.group(1), {}).setdefault(module, {})[ours[suffix]] = tensor
+            parts.setdefault(prefix, {}).setdefault(module, {})[ours[suffix]] = tensor
         elif tensor.numel() == 1:
-            parts.setdefault(prefix.group(1), {}).setdefault(module, {})[ALPHA] = float(tensor)
+            parts.setdefault(prefix, {}).setdefault(module, {})[ALPHA] = float(tensor)
         else:
             raise CheckpointError(
                 f"{key} in {path} has shape {tuple(tensor.shape)}; one number was expected.",
                 hint="The file is damaged; download it or train it again.",
                 code="adapter-shape",
             )
-    if other:
-        raise CheckpointError(
-            f"{path} holds {', '.join(sorted(other))} weights, which aren't read yet.",
-            why=f"For example:\n{first_ten(key for keys in other.values() for key in keys)}",
-            hint="Plain LoRA network files (lora_down, lora_up, alpha) are read.",
-            code="adapter-unsupported",
-        )
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} keys of {path} are no LoRA keys.",
