@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from onegraph.adapters import Adapters
+from onegraph.adapters.freezing import registered
 from onegraph.checkpoint.dialects.peft_config import kept_fields
 
 # Adapters -> name -> one of its Parameters, which tells whether it is still the adapter that was loaded, and the fields.
@@ -26,4 +27,4 @@ def remembered(adapters: Adapters, name: str) -> dict[str, object]:
 
 
 def _a_parameter(adapters: Adapters, name: str) -> nn.Parameter:
-    return next(iter(adapters.parameters(name).values()))
+    return next(parameter for parameters in registered(adapters, name).values() for parameter in parameters.values())

@@ -37,20 +37,7 @@ def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.d
     written: dict[Path, bytes] = {}
     for adapter in names:
         place = folder if name is not None or adapter == "default" else folder / adapter
-        found = contents(adapters, adapter)
-        given = {**remembered(adapters, adapter), **fields}
-        form, config, whole = peft_config_of(adapters, found, {**_model_fields(adapters.model, given.get("task_type")), **given})
-        flat = _adapter_tensors(form, config, whole, found)
-        flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
-        flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
-        flat |= _embedding_weights(adapters, found)
-        if adapters.merged and (whole.tensors or form.whole or any(_BASE in key for key in flat)):
-            raise CheckpointError(
-                f"Adapter {adapter!r} is written with weights of the base model, and {', '.join(map(repr, adapters.merged))} is merged.",
-                why="The weights that the model has now are not the base model's.",
-                hint="adapters.unmerge() first.",
-                code="adapter-merged",
-            )
+        config, flat = peft_contents(adapters, adapter, fields)
         written[place / peft.WEIGHTS_NAME] = serialise(cast(flat, dtype, f"adapter {adapter!r}"), {"format": "pt"})
         written[place / peft.CONFIG_NAME] = peft_config.dump_config(config)
     for place in {path.parent for path in written}:
@@ -74,6 +61,34 @@ def _adapter_tensors(form: PeftForm, config: Mapping[str, object], whole: Whole,
         for ending, tensor in form.write(Layered(method, parameters, found.layers[path], config)).items():
             flat[peft.key_of(path, ending, target=target)] = tensor
     return flat
+
+
+def peft_contents(adapters: Adapters, name: str, fields: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The configuration and the tensors of the folder of one adapter.
+
+    Args:
+        adapters: The adapters of the model.
+        name: One of them.
+        fields: Further fields of the configuration; they win.
+
+    Raises:
+        CheckpointError: ``adapter-unsupported`` for what PEFT has no place for; ``adapter-merged``.
+    """
+    found = contents(adapters, name)
+    given = {**remembered(adapters, name), **fields}
+    form, config, whole = peft_config_of(adapters, found, {**_model_fields(adapters.model, given.get("task_type")), **given})
+    flat = _adapter_tensors(form, config, whole, found)
+    flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
+    flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
+    flat |= _embedding_weights(adapters, found)
+    if adapters.merged and (whole.tensors or form.whole or any(_BASE in key for key in flat)):
+        raise CheckpointError(
+            f"Adapter {name!r} is written with weights of the base model, and {', '.join(map(repr, adapters.merged))} is merged.",
+            why="The weights that the model has now are not the base model's.",
+            hint="adapters.unmerge() first.",
+            code="adapter-merged",
+        )
+    return config, flat
 
 
 def peft_config_of(
