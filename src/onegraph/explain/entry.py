@@ -129,6 +129,7 @@ class Entry:
     graph_break_id: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    common_words: bool = False  # other failures have the same words: never more than likely
     silent: bool = False
     subcategory: str | None = None
     root_cause_type: str = "unknown"

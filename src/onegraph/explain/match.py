@@ -18,7 +18,7 @@ class Strength(enum.IntEnum):
     """How much speaks for a candidate."""
 
     POSSIBLE = 1  # the same number of a graph break, other words
-    LIKELY = 2  # the words, and nothing else in the text that could agree
+    LIKELY = 2  # the words, and nothing else in the text that could agree, or words that other failures have too
     MATCH = 3  # the words, and a type, number, module or code that agrees
 
 
@@ -126,7 +126,7 @@ def _foreign(entry: Entry, seen: Clues) -> Candidate | None:
             reasons=(*reasons, "but the words are not the known ones"),
             rank=(Strength.POSSIBLE, 1, bool(kind), bool(module), 0),
         )
-    strength = Strength.MATCH if reasons else Strength.LIKELY
+    strength = Strength.MATCH if reasons and not entry.common_words else Strength.LIKELY
     return Candidate(
         entry=entry,
         strength=strength,

@@ -163,9 +163,10 @@ def judge(entry: Entry, program: Program, ran: Ran, entries: dict[str, Entry]) -
     seen = essential(ran.errors, entry.modules)
     if not ran.status:
         return Judgement(right=False, seen=seen, problem="it raised nothing")
+    least = Strength.LIKELY if entry.common_words else Strength.MATCH
     for text in (ran.errors, seen):
         found = candidates(text, entries.values())
-        if not found or found[0].entry.id != entry.id or found[0].strength is not Strength.MATCH:
+        if not found or found[0].entry.id != entry.id or found[0].strength < least:
             names = ", ".join(f"{item.entry.id} ({item.strength.name.lower()})" for item in found) or "nothing"
             return Judgement(right=False, seen=seen, problem=f"what it raised is matched with {names}:\n{_last(ran.errors)}")
     return Judgement(right=True, seen=seen)
