@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, Case
-from onegraph.adapters.run import run_rows
+from cases import METHODS as METHOD_CASES
+from onegraph.adapters.run import run, run_rows
 from onegraph.errors import ConfigurationError, OnegraphError, TargetError
 from onegraph.layers import describe
 from onegraph.methods import METHODS, LoRA
@@ -309,3 +312,44 @@ def test_all_bad_settings_at_once() -> None:
     with pytest.raises(ConfigurationError) as raised:
         LoRA(rank=0, alpha=float("nan"), dropout=3)
     assert [problem.code for problem in raised.value.problems] == ["rank", "alpha", "probability"]
+
+
+ROOMY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(40, 24), lambda: torch.randn(4, 64, 40)),
+    "conv": (lambda: nn.Conv2d(20, 24, 1), lambda: torch.randn(4, 20, 8, 8)),
+    "embedding": (lambda: nn.Embedding(64, 24), lambda: torch.randint(0, 64, (8, 96))),
+    "norm": (lambda: nn.LayerNorm(40), lambda: torch.randn(4, 64, 40)),
+}
+
+
+@pytest.mark.parametrize("kind", ROOMY.keys())
+@pytest.mark.parametrize("name", METHOD_CASES.keys())
+def test_no_method_makes_a_float32_copy_of_activations(name: str, kind: str) -> None:
+    """A bf16 base with an fp32 adapter: the output is bf16, gradients of parameters fp32, and nothing fp32 is as large as an activation."""
+    module, x = ROOMY[kind][0]().bfloat16().requires_grad_(False), ROOMY[kind][1]()
+    layer = describe(module)
+    assert layer is not None
+    method = METHOD_CASES[name].method
+    if method.check(layer) is not None:
+        return
+    method = method.settled(layer, [layer])
+    if x.is_floating_point():
+        x = x.bfloat16().requires_grad_()
+    specs = {**method.parameters(layer), **method.shared_parameters()}
+    p = {key: METHOD_CASES[name].random(key, spec.shape).float().mul_(0.1).requires_grad_(spec.trained) for key, spec in specs.items()}
+    p |= {key: torch.tensor(value) for key, value in method.settings(layer).items()}
+    plain = module(x)
+    with _Created() as forward:
+        found = run(method, layer, module, x, p, training=True)
+    assert found.dtype == plain.dtype == torch.bfloat16
+    limit = min(plain.numel(), x.numel()) if x.is_floating_point() else plain.numel()
+    own = max([*(value.numel() for value in p.values()), module.weight.numel() * 2])
+    assert own < limit, "the layer is too small to tell"
+    assert not [size for dtype, size in forward.seen if dtype == torch.float32 and size >= limit]
+    found.float().square().sum().backward()
+    for key, spec in specs.items():
+        if spec.trained:
+            gradient = p[key].grad
+            assert gradient is not None, key
+            assert gradient.dtype == torch.float32
+            assert bool(torch.isfinite(gradient).all())

@@ -136,9 +136,9 @@ class LoHa(Method):
         """A LoRA of rank R^2; on embeddings the elementwise product of two of rank R."""
         first_up = self._scaled_up(p, layer, training=training)
         if isinstance(layer, EmbeddingLayer):
-            first = layer.expand(layer.project(x, p["first_down"]), first_up)
-            second = layer.expand(functional.embedding(x, p["second_down"].t()), p["second_up"])
-            return y + layer.without_padding_gradient(x, first * second).to(y.dtype)
+            first = layer.expand(layer.project(x, p["first_down"]).to(y.dtype), first_up)
+            second = layer.expand(functional.embedding(x, p["second_down"].t()).to(y.dtype), p["second_up"])
+            return y + layer.without_padding_gradient(x, first * second)
         down = _khatri_rao(self._down(p, "first"), self._down(p, "second"))
         up = _khatri_rao(first_up.t(), p["second_up"].t()).t()
         num_ranks = down.shape[0]

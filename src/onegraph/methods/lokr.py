@@ -202,7 +202,7 @@ class LoKr(Method):
         """D of S, then F while the rows are narrow, then U of S: the Kronecker product is never there."""
         first = _first(p) * dropped_scale(p, training=training)
         if isinstance(layer, EmbeddingLayer):
-            return y + self._dropped(_looked_up(x, first, p, layer), p, layer, training=training).to(y.dtype)
+            return y + self._dropped(_looked_up(x, first, p, layer, y.dtype), p, layer, training=training)
         h = _mixed(x, first, p, layer)
         _, up = _second_factors(p)
         if up is not None:
@@ -277,12 +277,12 @@ def _mixed(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> T
     return torch.bmm(first.to(h.dtype).expand(h.shape[0], num_out, num_in), h).reshape(-1, *shape)
 
 
-def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: EmbeddingLayer) -> Tensor:
-    """From ids (...) to (..., L K): column M' N + N' of the product is column M' of F times column N' of S."""
+def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: EmbeddingLayer, dtype: torch.dtype) -> Tensor:
+    """From ids (...) to (..., L K), in the dtype of the output: column M' N + N' of the product is column M' of F times column N' of S."""
     down, up = _second_factors(p)
     size = down.shape[1]
-    outer = functional.embedding(ids // size, first.t())
-    inner = functional.embedding(ids % size, down.t())
+    outer = functional.embedding(ids // size, first.t()).to(dtype)
+    inner = functional.embedding(ids % size, down.t()).to(dtype)
     if up is not None:
         inner = functional.linear(inner, up.to(inner.dtype))
     # Every row shares its numbers with others, the padding row too.
