@@ -451,6 +451,11 @@ def test_without_randomness_holds_whatever_runs_inside() -> None:
             assert torch.equal(model(IDS), model(IDS))
         adapters.delete("gone")
     assert not torch.equal(model(IDS), model(IDS))
+    adapters.merge("dropped")
+    with adapters.without_randomness():
+        assert torch.equal(model(IDS), model(IDS))
+    adapters.unmerge()
+    assert set(adapters.settings_of("dropped", "dropout").values()) == {0.5}
 
 
 def test_input_dropout_beside_an_embedding() -> None:

@@ -159,31 +159,35 @@ class AdapterValues:
                 raise AdapterError(f"adapter {name!r} is not on {path!r}", code="tensor-unknown")
             if number and path not in kept and (isinstance(value, Mapping) or not kept):
                 raise unknown_setting(record.structures[path].name, setting, self._structures[record.structures[path]].settings)
-        for path in values.keys() & kept:
-            self._slots(path, record).set(self._slot(path, record), setting, values[path])
+        self._write_setting(record, setting, {path: values[path] for path in values.keys() & kept})
 
     @contextlib.contextmanager
     def without_randomness(self) -> Iterator[None]:
         """Inside, nothing is drawn at random, whichever adapters run: every dropout is 0, in place, on the same graph."""
-        before = {
-            (name, setting): self.settings_of(name, setting)
+        before = [
+            (name, record, setting, self.settings_of(name, setting))
             for name, record in self._records.items()
             for setting in sorted({setting for structure in record.slots for setting in structure.random_settings})
-        }
-        for name, setting in before:
-            self.set_setting(name, setting, 0.0)
+        ]
+        for _, record, setting, values in before:
+            self._write_setting(record, setting, dict.fromkeys(values, 0.0))
         try:
             yield
         finally:
-            for (name, setting), values in before.items():
-                if name in self._records:
-                    self.set_setting(name, setting, values)
+            for name, record, setting, values in before:
+                if self._records.get(name) is record:
+                    self._write_setting(record, setting, values)
 
     # Inside
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is outside of the rows that the original is inside of: its layers are, too."""
         return {**self.__dict__, "_rows": None}
+
+    def _write_setting(self, record: Record, setting: str, values: Mapping[str, float]) -> None:
+        """Without any check; merged adapters too, whose weights hold nothing random."""
+        for path, value in values.items():
+            self._slots(path, record).set(self._slot(path, record), setting, value)
 
     def _alive(self) -> None:
         if self._surgery.undone:
