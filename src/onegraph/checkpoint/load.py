@@ -98,8 +98,8 @@ def _part_for(role: str, file: AdapterFile) -> str | None:
 def _put(model: nn.Module, placement: Placement, name: str, file: AdapterFile) -> tuple[Adapters, Callable[[], object]]:
     """Attach, add or replace, and copy the tensors in; also returns what takes it back."""
     methods = placement.methods
-    common = _commonest(methods)
-    overrides = _overrides(methods, common)
+    common = commonest(methods)
+    overrides = exact_overrides(methods, common)
 
     def chosen(path: str, module: nn.Module) -> bool:
         return path in methods
@@ -150,14 +150,15 @@ def _function_of(method: Method, layer: Layer) -> tuple[object, ...]:
     return method.structure(), method.rank_on(layer), settings
 
 
-def _commonest(methods: Mapping[str, Method]) -> Method:
+def commonest(methods: Mapping[str, Method]) -> Method:
+    """The method that most layers have."""
     counts: dict[Method, int] = {}
     for method in methods.values():
         counts[method] = counts.get(method, 0) + 1
     return max(counts, key=lambda method: counts[method])
 
 
-def _overrides(methods: Mapping[str, Method], common: Method) -> dict[str, Method]:
+def exact_overrides(methods: Mapping[str, Method], common: Method) -> dict[str, Method]:
     """One pattern for each other method, which matches whole paths and nothing else."""
     paths: dict[Method, list[str]] = {}
     for path, method in methods.items():
