@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from onegraph.compiling import CompileSettings, check_toolchain
 from onegraph.errors import CompileError
+from onegraph.machine.compiler import find_compiler, refused_flags
 
 INDUCTOR = CompileSettings(backend="inductor")
 
@@ -30,6 +34,58 @@ def test_compiler_named_by_cxx_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CompileError, match="no-such-compiler"):
         check_toolchain(INDUCTOR)
+
+
+def test_cxx_with_flags_is_a_compiler_that_inductor_cannot_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -O2")
+    assert find_compiler().command == ["g++", "-O2"]
+    with pytest.raises(CompileError) as caught:
+        check_toolchain(INDUCTOR)
+    assert caught.value.code == "compiler-with-flags"
+    assert "export CXX=g++" in caught.value.hint
+    # inductor itself, asked for the same, finds no compiler
+    from torch._inductor.cpp_builder import cpp_compiler_search
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    with pytest.raises(InvalidCxxCompiler):
+        cpp_compiler_search(("g++ -O2",))
+    assert cpp_compiler_search(("g++",)) == "g++"
+
+
+def test_the_script_of_the_hint_makes_one_program_of_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "g++ -O2")
+    script = refused_flags(find_compiler()).hint.partition("one program: ")[2].partition("; export")[0]
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+    monkeypatch.setenv("CXX", str(tmp_path / "g++-wrapped"))
+    check_toolchain(INDUCTOR)
+
+
+def test_flags_that_break_the_compiler_are_used_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -no-such-flag")
+    with pytest.raises(CompileError, match="no-such-flag") as caught:
+        check_toolchain(INDUCTOR)
+    assert caught.value.code == "compiler-broken"
+
+
+@pytest.mark.parametrize("named", ["", "  ", "no-such-compiler -O2", "'g++"])
+def test_cxx_without_a_compiler_in_it(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(CompileError) as caught:
+        check_toolchain(INDUCTOR)
+    assert caught.value.code == "compiler-missing"
+    assert "unset CXX" in caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="clang++ is the name that inductor looks for there")
+def test_another_compiler_on_the_path_is_not_one_that_inductor_looks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "clang++"
+    other.symlink_to(shutil.which("g++") or "g++")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CompileError) as caught:
+        check_toolchain(INDUCTOR)
+    assert caught.value.code == "compiler-missing"
+    assert "export CXX=clang++" in caught.value.hint
 
 
 def test_no_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

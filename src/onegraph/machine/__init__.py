@@ -1,0 +1,1 @@
+"""What this machine has, asked without torch, because torch may be what is broken."""
