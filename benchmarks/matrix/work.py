@@ -72,6 +72,7 @@ class Case:
         dropout: A dropout of the method, ours -> PEFT's name for it.
         no_rank: Why an adapter of another rank is another graph, or can't be.
         no_peft: Why PEFT has nothing to compare with.
+        inner: The method inside, of one that stands beside another; the fields are its.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Case:
     dropout: tuple[str, str | None] | None = None
     no_rank: str | None = None
     no_peft: str = ""
+    inner: str | None = None
 
     @property
     def fewer(self) -> list[str]:
@@ -90,7 +92,8 @@ class Case:
 
     def method(self, name: str = "a", **more: Any) -> Method:
         """The method of an adapter."""
-        return METHODS[self.name](**{**self.first, **(self.second if name == "b" else {}), **more})
+        fields = {**self.first, **(self.second if name == "b" else {}), **more}
+        return METHODS[self.name](**fields) if self.inner is None else METHODS[self.name](inner=METHODS[self.inner](**fields))
 
     def where(self, name: str) -> list[str]:
         """The targets of an adapter."""
@@ -110,6 +113,10 @@ def _lora(f: Mapping[str, Any], **more: Any) -> Any:
 
 def _dora(f: Mapping[str, Any], **more: Any) -> Any:
     return _lora(f, use_dora=True, **more)
+
+
+def _with_bias(f: Mapping[str, Any], **more: Any) -> Any:
+    return _lora(f, bias="lora_only", **more)
 
 
 def _adalora(f: Mapping[str, Any], **more: Any) -> Any:
@@ -186,6 +193,7 @@ CASES: dict[str, Case] = {
     for case in (
         Case("lora", **_RANKS, peft=_lora, dropout=("input_dropout", "lora_dropout")),
         Case("dora", **_RANKS, peft=_dora, dropout=("input_dropout", "lora_dropout")),
+        Case("with_bias", **_RANKS, peft=_with_bias, dropout=("input_dropout", "lora_dropout"), inner="lora"),
         Case("adalora", **_RANKS, peft=_adalora, dropout=("input_dropout", "lora_dropout")),
         Case("ia3", peft=_ia3, no_rank="a gain has no rank"),
         Case("norm_tuning", peft=_norm_tuning, targets=("norm",), no_rank="a norm's vectors have no rank"),
