@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
-from matrix.theirs_session import Session, of_adapter, randomised, taken
+from matrix.theirs_session import Session, further, of_adapter, randomised, taken
 from matrix.work import IDS, ROWS, Case, Cell, NoSuchFeatureError, counted, difference, differences, first_line, make_model
 from onegraph.compiling import Watch
 
@@ -55,6 +55,8 @@ class Theirs:
         found(self, cell, mode)
         if self.why_not and cell.breaks is not None and feature not in {"whole", "blocks"}:
             cell.note = "; ".join(filter(None, [cell.note, "compiled with breaks: as a whole it doesn't"]))
+        if self.case.one_rank and feature in {"use", "add and delete", "dense alongside", "copies", "file", "to(dtype)"}:
+            cell.note = "; ".join(filter(None, [cell.note, "adapters of one rank: two can't be held at once"]))
         return cell
 
 
@@ -119,7 +121,7 @@ def add_delete(theirs: Theirs, cell: Cell, mode: str) -> None:
     session = theirs.session(mode, names="ac")
     with Watch() as watch:
         for _ in range(3):
-            session.model.add_adapter("b", theirs.case.config("b"))
+            session.model.add_adapter("b", theirs.case.config("b", **further(theirs.case)))
             randomised(session.model, 10, "b")
             session.use("b")
             session.compare(cell, "b", mode)
@@ -146,7 +148,7 @@ def _hotswapped(theirs: Theirs, cell: Cell, mode: str, fields: dict[str, Any], t
         else:
             session = theirs.session(mode, names="a")
             with Watch() as watch:
-                session.model.load_adapter(folder, adapter_name="file", is_trainable=True)
+                session.model.load_adapter(folder, adapter_name="file", is_trainable=not further(session.case))
                 session.use("file")
                 _as(session, other, cell, "file", mode)
             cell.note = "load_adapter; hotswap_adapter is for LoRA"
@@ -182,7 +184,7 @@ def load_superset(theirs: Theirs, cell: Cell, mode: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         other.save_pretrained(folder)
         with Watch() as watch:
-            session.model.load_adapter(folder, adapter_name="file", is_trainable=True)
+            session.model.load_adapter(folder, adapter_name="file", is_trainable=not further(session.case))
             session.use("file")
             _as(session, other, cell, "file", mode)
     counted(cell, watch, warm=True)

@@ -36,6 +36,11 @@ def randomised(model: Any, seed: int, name: str = "default") -> Any:
     return model
 
 
+def further(case: Case) -> dict[str, Any]:
+    """What the configuration of a second adapter needs: PEFT has one trainable AdaLoRA at a time."""
+    return {"inference_mode": True} if case.name == "adalora" else {}
+
+
 class Session:
     """A model with the adapters "a", "b" and "c"; compiled, as a whole graph where that goes, else with breaks."""
 
@@ -55,7 +60,7 @@ class Session:
         self.base = make_model().to(dtype)
         self.model = get_peft_model(copy.deepcopy(self.base), case.config(names[0], **self.more), adapter_name=names[0])
         for name in names[1:]:
-            self.model.add_adapter(name, case.config(name, **self.more))
+            self.model.add_adapter(name, case.config(name, **further(case), **self.more))
         for number, name in enumerate(names):
             randomised(self.model, number, name)
         self.use(names[0])

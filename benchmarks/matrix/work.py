@@ -72,6 +72,7 @@ class Case:
         dropout: A dropout of the method, ours -> PEFT's name for it.
         no_rank: Why an adapter of another rank is another graph, or can't be.
         no_peft: Why PEFT has nothing to compare with.
+        one_rank: Whether PEFT can't hold adapters of two ranks at once; its "b" then has the rank of "a".
         inner: The method inside, of one that stands beside another; the fields are its.
     """
 
@@ -83,6 +84,7 @@ class Case:
     dropout: tuple[str, str | None] | None = None
     no_rank: str | None = None
     no_peft: str = ""
+    one_rank: bool = False
     inner: str | None = None
 
     @property
@@ -102,7 +104,8 @@ class Case:
     def config(self, name: str = "a", **more: Any) -> Any:
         """PEFT's configuration for the same adapter."""
         assert self.peft is not None
-        return self.peft({**self.first, **(self.second if name == "b" else {}), "targets": self.where(name)}, **more)
+        second = self.second if name == "b" and not self.one_rank else {}
+        return self.peft({**self.first, **second, "targets": self.where(name)}, **more)
 
 
 def _lora(f: Mapping[str, Any], **more: Any) -> Any:
@@ -206,13 +209,13 @@ CASES: dict[str, Case] = {
             peft=_lokr,
             dropout=("rank_dropout", "rank_dropout"),
         ),
-        Case("vera", first={"rank": 4}, second={"rank": 2}, peft=_vera, dropout=("input_dropout", "vera_dropout")),
+        Case("vera", first={"rank": 4}, second={"rank": 2}, peft=_vera, one_rank=True, dropout=("input_dropout", "vera_dropout")),
         Case(
             "oft", first={"block_size": 4}, peft=_oft, dropout=("module_dropout", "module_dropout"), no_rank="the block size is the shape"
         ),
         Case(
             "boft",
-            first={"block_size": 4, "num_factors": 2},
+            first={"block_size": 4, "num_factors": 1},  # PEFT without its CUDA extension has no more
             peft=_boft,
             dropout=("block_dropout", "boft_dropout"),
             no_rank="the block size is the shape",
@@ -301,7 +304,8 @@ class Cell:
 
 def first_line(error: BaseException) -> str:
     """The class and the first line of an error."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = ". ".join(lines[: 2 if type(error).__name__ == "Unsupported" else 1])  # dynamo says what it means in the second
     return f"{type(error).__name__}: {text}"[:200]
 
 
