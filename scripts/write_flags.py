@@ -5,10 +5,11 @@ bash scripts/setup && .venv/bin/python scripts/write_flags.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from onegraph.cli.flag_help import help_text
-from onegraph.cli.network_arguments import NETWORK_ARGUMENTS
+from onegraph.cli.network_arguments import LYCORIS_ARGUMENTS, NETWORK_ARGUMENTS
 from onegraph.cli.sd_table import FLAGS
 from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.settings import field_of
@@ -39,15 +40,8 @@ def flags_section() -> str:
         elif pending:
             lines.append(row(pending, line.strip()))
             pending = ""
-    lines += [
-        "",
-        "### Arguments of --network_args",
-        '`--network_args "conv_dim=4" "conv_alpha=1"`',
-        "",
-        "| argument | meaning |",
-        "|---|---|",
-    ]
-    lines += [row(name, field_of(TrainingConfiguration, target).metadata["meaning"]) for name, (_, target) in NETWORK_ARGUMENTS.items()]
+    lines += ["", "### Arguments of --network_args", '`--network_args "conv_dim=4" "conv_alpha=1"`']
+    lines += [*_arguments("networks.lora", NETWORK_ARGUMENTS), *_arguments("lycoris.kohya", LYCORIS_ARGUMENTS)]
     lines += ["", "### Known and not supported", "Each is an error that says so.", "", "| flags | why | what to do |", "|---|---|---|"]
     refused: dict[tuple[str, str], list[str]] = {}
     for flag in FLAGS.values():
@@ -55,6 +49,18 @@ def flags_section() -> str:
             refused.setdefault((flag.refusal, flag.instead), []).append(f"`--{flag.name}`")
     lines += [f"| {', '.join(names)} | {why} | {instead} |" for (why, instead), names in refused.items()]
     return "\n".join(lines) + "\n"
+
+
+def _arguments(module: str, table: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The arguments of one network module."""
+    lines = ["", f"With `--network_module={module}`:", "", "| argument | meaning |", "|---|---|"]
+    return [*lines, *(row(name, _meaning(target)) for name, (_, target) in table.items())]
+
+
+def _meaning(target: str) -> str:
+    entry = field_of(TrainingConfiguration, target)
+    meaning, choices = str(entry.metadata["meaning"]), entry.metadata["choices"]
+    return f"{meaning} ({', '.join(map(str, choices))}; default {entry.default})" if choices else meaning
 
 
 def row(flag: str, meaning: str) -> str:

@@ -6,13 +6,15 @@ import ast
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onegraph.cli.flag import KINDS
 from onegraph.cli.flag_help import help_text
-from onegraph.cli.network_arguments import NETWORK_ARGUMENTS
+from onegraph.cli.network_arguments import LYCORIS_ARGUMENTS, NETWORK_ARGUMENTS
 from onegraph.cli.sd_flags import parse
 from onegraph.cli.sd_table import FLAGS, GROUPS, flag_label
 from onegraph.errors import ConfigurationError, OnegraphError
@@ -20,6 +22,7 @@ from onegraph.training.diffusion.configuration import NetworkSettings, TrainingC
 from onegraph.training.diffusion.sampling import ALIASES, SAMPLERS
 from onegraph.training.settings import branches, field_of, range_text
 
+LYCORIS = "--network_module=lycoris.kohya"
 NEEDED = ["--pretrained_model_name_or_path=m.safetensors", "--train_data_dir=data", "--output_dir=out"]
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "onegraph"
 
@@ -187,9 +190,28 @@ def test_network_arguments_go_to_their_settings() -> None:
     assert settings.run.seed == 3
 
 
-@pytest.mark.parametrize("name", NETWORK_ARGUMENTS)
-def test_network_arguments_have_a_setting(name: str) -> None:
-    field_of(TrainingConfiguration, NETWORK_ARGUMENTS[name][1])
+@pytest.mark.parametrize("table", [NETWORK_ARGUMENTS, LYCORIS_ARGUMENTS], ids=["networks.lora", "lycoris.kohya"])
+def test_network_arguments_have_a_setting(table: Mapping[str, tuple[str, str]]) -> None:
+    for kind, target in table.values():
+        field_of(TrainingConfiguration, target)
+        assert kind in {*KINDS, "ints", "floats"}
+
+
+def test_arguments_of_lycoris_go_to_their_settings() -> None:
+    network = read(
+        LYCORIS, "--network_args", "algo=LoKr", "preset=attn-mlp", "factor=8", "decompose_both=True", "use_cp=True", "full_matrix=false",
+        "unbalanced_factorization=True", "conv_dim=2", "conv_alpha=0.5", "rank_dropout=0.1", "use_scalar=False", "constraint=0",
+        "block_size=4", "bypass_mode=False", "wd_on_output=True", "rs_lora=true",
+    ).network  # fmt: skip
+    assert (network.module, network.algo, network.preset, network.factor) == ("lycoris.kohya", "lokr", "attn-mlp", 8)
+    assert (network.decompose_both, network.use_tucker, network.full_matrix, network.unbalanced_factorization) == (True, True, False, True)
+    assert (network.conv_dim, network.conv_alpha, network.rank_dropout, network.rs_lora) == (2, 0.5, 0.1, True)
+    assert network.arguments[0] == "algo=LoKr", "as written, for the file's metadata"
+
+
+def test_conv_alpha_alone_has_a_meaning_in_lycoris() -> None:
+    assert read(LYCORIS, "--network_args", "conv_alpha=2").network.conv_alpha == 2
+    assert "conv_dim" in str(error("--network_args", "conv_alpha=2"))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +313,7 @@ REFUSED = [
     (["--resolution=100,128"], "resolution", "use 96,128"),
     (["--lr_warmup_steps=1.5"], "bad-value", "share of the run"),
     (["--cache_latents=maybe"], "bad-value", "true or false"),
-    (["--network_module=lycoris.kohya"], "bad-value", "networks.lora"),
+    (["--network_module=lycoris.koya"], "bad-value", "lycoris.kohya"),
     (["--save_model_as=ckpt"], "unsupported-flag", "safetensors"),
     (["--log_with=wandb"], "unsupported-flag", "tensorboard"),
     (["--log_with=tensorboard"], "missing-setting", "--logging_dir"),
@@ -302,7 +324,24 @@ REFUSED = [
     (["--network_args", "conv_dm=4"], "bad-argument", "conv_dim"),
     (["--network_args", "conv_dim=4.5"], "bad-argument", "conv_dim=4"),
     (["--network_args", "conv_dim"], "bad-argument", "conv_dim=4"),
-    (["--network_args", "algo=loha"], "bad-argument", "LyCORIS"),
+    (["--network_args", "algo=loha"], "bad-argument", "--network_module=lycoris.kohya"),
+    ([LYCORIS, "--network_args", "algo=lhoa"], "bad-value", "loha"),
+    ([LYCORIS, "--network_args", "algo=dylora"], "bad-argument", "algo=lora"),
+    ([LYCORIS, "--network_args", "algo=glora"], "bad-argument", "algo=lora"),
+    ([LYCORIS, "--network_args", "facter=4"], "bad-argument", "factor"),
+    ([LYCORIS, "--network_args", "block_dims=4"], "bad-argument", "networks.lora"),
+    ([LYCORIS, "--network_args", "use_scalar=True"], "bad-argument", "leave it out"),
+    ([LYCORIS, "--network_args", "constraint=0.1"], "bad-argument", "leave it out"),
+    ([LYCORIS, "--network_args", "wd_on_output=False"], "bad-argument", "leave it out"),
+    ([LYCORIS, "--network_args", "preset=mine.toml"], "bad-value", "full-lin"),
+    ([LYCORIS, "--network_args", "train_norm=maybe"], "bad-argument", "train_norm=True"),
+    ([LYCORIS, "--network_args", "use_cp=True", "use_tucker=True", "algo=loha"], "bad-argument", "keep one"),
+    ([LYCORIS, "--network_args", "dropout=0.1", "--network_dropout=0.2"], "contradiction", "keep one"),
+    ([LYCORIS, "--network_args", "algo=loha", "dora_wd=True"], "contradiction", "another algo"),
+    ([LYCORIS, "--network_args", "algo=loha", "--network_dropout=0.2"], "contradiction", "leave it out"),
+    ([LYCORIS, "--network_args", "algo=full", "--scale_weight_norms=1"], "contradiction", "leave it out"),
+    ([LYCORIS, "--network_args", "algo=ia3", "rank_dropout=0.1"], "contradiction", "leave it out"),
+    ([LYCORIS, "--network_args", "preset=unet-only", "--network_train_text_encoder_only"], "contradiction", "preset=full"),
     (["--network_args", "conv_dim=4", "conv_dim=5"], "bad-argument", "keep one"),
     (["--network_args", "down_lr_weight=sine"], "bad-argument", "1,1,0.5"),
     (["--network_args", "block_dims=1,2"], "block-values", "25"),

@@ -28,6 +28,9 @@ from onegraph.methods import DoRA, LoRA, Method
 
 logger = logging.getLogger(__name__)
 
+# How the paths of a UNet's layers begin.
+_UNET_STARTS = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out", "time_embedding.", "conv_norm_out")
+
 
 def save(
     adapters: Adapters,
@@ -185,7 +188,7 @@ def _only_lora(methods: Mapping[str, Method], format: str) -> dict[str, LoRA]:
 
 def _part_of(adapters: Adapters) -> str:
     """Which part of a pipeline a model is, by the names of its layers."""
-    for part, starts in (("unet", ("down_blocks.", "mid_block.", "up_blocks.")), ("text_encoder", ("encoder.", "text_model."))):
+    for part, starts in (("unet", _UNET_STARTS), ("text_encoder", ("encoder.", "text_model."))):
         if all(path.startswith(starts) for path in file_paths(adapters.model, adapters.layers).values()):
             return part
     raise CheckpointError(

@@ -13,7 +13,7 @@ from onegraph.cli.given import Given, read_command_line, read_file
 from onegraph.cli.network_arguments import read_network_arguments
 from onegraph.cli.sd_table import FLAGS, flag_label
 from onegraph.errors import ConfigurationError, OnegraphError
-from onegraph.training.diffusion.configuration import TrainingConfiguration
+from onegraph.training.diffusion.configuration import NetworkSettings, TrainingConfiguration
 
 __all__ = ["FLAGS", "flag_label", "parse"]
 
@@ -129,7 +129,11 @@ class _Reader:
         items = self.values.get("network.arguments", ())
         assert isinstance(items, tuple)
         label = self.labels.get("network.arguments", "--network_args")
-        values, problems = read_network_arguments(items, label)
+        module = str(self.values.get("network.module", NetworkSettings().module))
+        values, problems = read_network_arguments(items, label, module)
+        if taken := values.keys() & self.values.keys():
+            what = f"{label} {min(taken).rpartition('.')[2]} and {self.label(min(taken))}"
+            problems.append(ConfigurationError(what, why="They are one setting.", hint="keep one of them", code="contradiction"))
         self.values.update(values)
         self.labels.update({path: f"{label} {path.rpartition('.')[2]}" for path in values})
         self.problems.extend(problems)

@@ -63,22 +63,42 @@ class DataSettings:
     skip_bad_images: bool = setting(False, "go on without images that can't be read, and count them; else the first one stops the run")
 
 
+NETWORK_MODULES = ("networks.lora", "lycoris.kohya")
+ALGORITHMS = ("lora", "locon", "dora", "loha", "lokr", "full", "ia3", "diag-oft", "boft")
+PRESETS = ("full", "full-lin", "attn-mlp", "attn-only", "unet-only", "unet-transformer-only", "unet-convblock-only", "ia3")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkSettings:
     """The adapters: which modules, which method, how large."""
 
-    module: str = setting("networks.lora", "kind of network", choices=("networks.lora",))
+    module: str = setting("networks.lora", "kind of network: LoRA, or the methods of LyCORIS", choices=NETWORK_MODULES)
     dim: int | None = setting(None, "rank; 4 when absent", low=1, high=4096)
     alpha: float | None = setting(1.0, "the scale is alpha / rank; 0 or none: alpha is the rank", low=0.0)
     dropout: float | None = setting(None, "share of rank activations set to 0 in training", low=0.0, below=1.0)
     rank_dropout: float | None = setting(None, "share of ranks left out per sample in training", low=0.0, below=1.0)
     module_dropout: float | None = setting(None, "chance that a whole adapter is left out in a step", low=0.0, below=1.0)
-    conv_dim: int | None = setting(None, "rank of 3x3 convolutions; given: resnets and samplers are adapted too", low=1, high=4096)
-    conv_alpha: float | None = setting(None, "alpha of 3x3 convolutions; 1 when conv_dim is given and this is not", low=0.0)
+    conv_dim: int | None = setting(
+        None, "rank of 3x3 convolutions; given: resnets and samplers are adapted too; LyCORIS: network_dim when absent", low=1, high=4096
+    )
+    conv_alpha: float | None = setting(
+        None, "alpha of 3x3 convolutions; 1 when conv_dim is given and this is not; LyCORIS: network_alpha when absent", low=0.0
+    )
     block_dims: tuple[int, ...] | None = setting(None, "rank of each UNet block, 25 values for SD 1.x and 2.x; 0: no adapter there", low=0)
     block_alphas: tuple[float, ...] | None = setting(None, "alpha of each UNet block, 25 values", low=0.0)
     conv_block_dims: tuple[int, ...] | None = setting(None, "rank of each UNet block's 3x3 convolutions, 25 values", low=0)
     conv_block_alphas: tuple[float, ...] | None = setting(None, "alpha of each UNet block's 3x3 convolutions, 25 values", low=0.0)
+    algo: str = setting("lora", "LyCORIS: the method; locon is lora, dora is lora with dora_wd=True", choices=ALGORITHMS)
+    preset: str = setting("full", "LyCORIS: which modules are adapted", choices=PRESETS)
+    dora_wd: bool = setting(False, "LyCORIS: train the magnitude of each output feature apart, DoRA; with algo=lora")
+    rs_lora: bool = setting(False, "LyCORIS: the scale is alpha / sqrt(rank)")
+    use_tucker: bool = setting(False, "LyCORIS: a core tensor in 3x3 convolutions; with algo=loha and algo=lokr")
+    factor: int = setting(-1, "LyCORIS: size of LoKr's first matrix where it divides; -1: near the square root", low=-1)
+    decompose_both: bool = setting(False, "LyCORIS: LoKr's first matrix may be two factors too")
+    full_matrix: bool = setting(False, "LyCORIS: LoKr's two matrices are whole")
+    unbalanced_factorization: bool = setting(False, "LyCORIS: LoKr's first matrix has the larger part of the output features")
+    rescaled: bool = setting(False, "LyCORIS: a gain of each output feature beside the rotation; with algo=diag-oft and algo=boft")
+    train_norm: bool = setting(False, "LyCORIS: train the norms of the adapted parts too")
     arguments: tuple[str, ...] = setting((), "more settings of the network, name=value with blanks between: conv_dim=4 conv_alpha=1")
     train_unet: bool = setting(True, "adapt the UNet")
     train_text_encoder: bool = setting(True, "adapt the text encoder")
@@ -105,9 +125,9 @@ class OptimizerSettings:
 
     name: str = setting("AdamW", "optimizer, such as AdamW, AdamW8bit, Lion, Prodigy, Adafactor, or a dotted path to a class")
     arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
-    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0)
-    unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0)
-    text_encoder_lr: float | None = setting(None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0)
+    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0, high=1e6)
+    unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0, high=1e6)
+    text_encoder_lr: float | None = setting(None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0, high=1e6)
     loraplus_lr_ratio: float | None = setting(None, "learning rate of the up matrices over that of the down matrices (LoRA+)", above=0.0)
     loraplus_unet_lr_ratio: float | None = setting(None, "the same, for the UNet only", above=0.0)
     loraplus_text_encoder_lr_ratio: float | None = setting(None, "the same, for the text encoder only", above=0.0)

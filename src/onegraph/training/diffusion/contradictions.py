@@ -93,7 +93,9 @@ def _network(settings: TrainingConfiguration, label: Label) -> Iterator[Onegraph
     if network.dim_from_weights and not network.weights:
         what = f"{label('network.dim_from_weights')} without {label('network.weights')}"
         yield _problem(what, "There is no file to take ranks from.", f"add {label('network.weights')}=FILE")
-    if network.conv_alpha is not None and network.conv_dim is None and network.conv_block_dims is None:
+    if network.module == "lycoris.kohya":
+        yield from _lycoris(settings, label)
+    elif network.conv_alpha is not None and network.conv_dim is None and network.conv_block_dims is None:
         yield _problem(
             "conv_alpha without conv_dim", "Without conv_dim no 3x3 convolution is adapted.", 'add "conv_dim=4" to --network_args'
         )
@@ -105,6 +107,55 @@ def _network(settings: TrainingConfiguration, label: Label) -> Iterator[Onegraph
         if values is not None and len(values) != 25:
             why = "SD 1.x and 2.x UNets have 25 blocks: 12 down, 1 middle, 12 up."
             yield _problem(f"{name} has {len(values)} values", why, f'give 25 values: --network_args "{name}=4,4,..."', "block-values")
+
+
+_LORA = ("lora", "locon", "dora")
+_PRODUCTS = ("loha", "lokr")
+_ALGORITHMS_WITH = {
+    "network.dropout": _LORA,
+    "network.rank_dropout": (*_LORA, *_PRODUCTS),
+    "network.module_dropout": (*_LORA, *_PRODUCTS),
+    "network.scale_weight_norms": _LORA,
+    "network.dora_wd": _LORA,
+    "network.rs_lora": (*_LORA, *_PRODUCTS),
+    "network.use_tucker": _PRODUCTS,
+    "network.factor": ("lokr",),
+    "network.decompose_both": ("lokr",),
+    "network.full_matrix": ("lokr",),
+    "network.unbalanced_factorization": ("lokr",),
+    "network.rescaled": ("diag-oft", "boft"),
+    "optimizer.loraplus_lr_ratio": _LORA,
+    "optimizer.loraplus_unet_lr_ratio": _LORA,
+    "optimizer.loraplus_text_encoder_lr_ratio": _LORA,
+}
+"""Setting -> the algorithms of LyCORIS that it has a meaning for."""
+_NOT_IN_LYCORIS = (
+    *(f"network.{name}" for name in ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")),
+    *(f"optimizer.{name}" for name in ("down_lr_weight", "mid_lr_weight", "up_lr_weight")),
+)
+
+
+def _lycoris(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphError]:
+    """What an algorithm has no place for; LyCORIS itself leaves it out and says nothing."""
+    algorithm = settings.network.algo
+    for path, algorithms in _ALGORITHMS_WITH.items():
+        if _is_given(settings, path) and algorithm not in algorithms:
+            what = f"{label(path)} with algo={algorithm}"
+            yield _problem(what, f"It has a meaning for {', '.join(algorithms)} alone.", "leave it out, or take another algo")
+    for path in _NOT_IN_LYCORIS:
+        if _is_given(settings, path):
+            what = f"{label(path)} with {label('network.module')}=lycoris.kohya"
+            yield _problem(what, "It belongs to networks.lora.", f"leave it out, or use {label('network.module')}=networks.lora")
+    network = settings.network
+    if network.preset.startswith("unet-") and not network.train_unet:
+        what = f"preset={network.preset} with {label('network.train_unet')}: nothing would be trained"
+        yield _problem(what, "It has no modules of the text encoder.", "use preset=full")
+
+
+def _is_given(settings: TrainingConfiguration, path: str) -> bool:
+    """Whether a setting differs from what it is when nothing is said."""
+    branch, _, name = path.partition(".")
+    return bool(getattr(getattr(settings, branch), name) != getattr(getattr(TrainingConfiguration(), branch), name))
 
 
 def _optimizer(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphError]:

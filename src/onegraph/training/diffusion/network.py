@@ -21,7 +21,10 @@ from onegraph.checkpoint import read
 from onegraph.checkpoint.dialects.kohya import PREFIXES
 from onegraph.checkpoint.matching import Placement, fit
 from onegraph.errors import CheckpointError, ConfigurationError
+from onegraph.layers import Layer, describe
 from onegraph.methods import LoRA, Method
+from onegraph.methods.low_rank import LowRank
+from onegraph.training.diffusion import lycoris_network
 from onegraph.training.diffusion.configuration import NetworkSettings, OptimizerSettings
 
 logger = logging.getLogger(__name__)
@@ -168,16 +171,18 @@ def attach_networks(
     """
     plans: dict[str, Mapping[str, Method]] = {}
     if settings.train_unet:
-        plans["unet"] = unet_plan(models.unet, settings, optimizer)
+        plans["unet"] = _unet_plan(models.unet, settings, optimizer)
     if settings.train_text_encoder:
-        plans["text_encoder"] = text_encoder_plan(models.text_encoder, settings)
+        plans["text_encoder"] = _text_encoder_plan(models.text_encoder, settings)
+    if settings.module == "lycoris.kohya":  # presets leave parts out
+        plans = {part: plan for part, plan in plans.items() if plan} or plans
     starts: dict[str, Placement] = {}
     if settings.weights is not None:
         starts = _starts(settings.weights, {part: getattr(models, part) for part in plans})
         if settings.dim_from_weights:
             plans = {part: _with_dropouts(placement.methods, settings) for part, placement in starts.items()}
         else:
-            _refuse_other_shapes(plans, starts, settings.weights)
+            _refuse_other_shapes(plans, starts, {part: getattr(models, part) for part in starts}, settings.weights)
     for part, plan in plans.items():
         if not plan:
             what = f"no module of the {part.replace('_', ' ')} would get an adapter"
@@ -192,6 +197,18 @@ def attach_networks(
                 "%s has nothing for %d of the %d modules of the %s: they start anew", settings.weights, fresh, len(plans[part]), part
             )
     return networks
+
+
+def _unet_plan(unet: nn.Module, settings: NetworkSettings, optimizer: OptimizerSettings | None) -> Mapping[str, Method]:
+    if settings.module == "lycoris.kohya":
+        return lycoris_network.unet_plan(unet, settings)
+    return unet_plan(unet, settings, optimizer)
+
+
+def _text_encoder_plan(text_encoder: nn.Module, settings: NetworkSettings) -> Mapping[str, Method]:
+    if settings.module == "lycoris.kohya":
+        return lycoris_network.text_encoder_plan(text_encoder, settings)
+    return text_encoder_plan(text_encoder, settings)
 
 
 def _attach(model: nn.Module, plan: Mapping[str, Method], generator: torch.Generator | None) -> Adapters:
@@ -229,10 +246,22 @@ def _starts(path: str, models: Mapping[str, nn.Module]) -> dict[str, Placement]:
 
 def _with_dropouts(methods: Mapping[str, Method], settings: NetworkSettings) -> dict[str, Method]:
     """The file's ranks and alphas with the run's dropouts."""
-    return {path: dataclasses.replace(method, **_dropouts(settings)) for path, method in methods.items()}
+    dropouts = _dropouts(settings)
+    found = {}
+    for path, method in methods.items():
+        # OFT has a dropout of one of these names for its blocks, and no rank.
+        known = {name: value for name, value in dropouts.items() if name in method.random_settings} if _has_ranks(method) else {}
+        found[path] = dataclasses.replace(method, **known)
+    return found
 
 
-def _refuse_other_shapes(plans: Mapping[str, Mapping[str, Method]], starts: Mapping[str, Placement], file: str) -> None:
+def _has_ranks(method: Method) -> bool:
+    return "rank_dropout" in method.random_settings
+
+
+def _refuse_other_shapes(
+    plans: Mapping[str, Mapping[str, Method]], starts: Mapping[str, Placement], models: Mapping[str, nn.Module], file: str
+) -> None:
     """Raise where a file doesn't fit the ranks, alphas and modules of the settings."""
     different: list[str] = []
     for part, placement in starts.items():
@@ -240,10 +269,13 @@ def _refuse_other_shapes(plans: Mapping[str, Mapping[str, Method]], starts: Mapp
             planned = plans[part].get(path)
             if planned is None:
                 different.append(f"{path}: not adapted here")
-            elif not isinstance(method, LoRA) or not isinstance(planned, LoRA):
-                different.append(f"{path}: {method.name} in the file")
-            elif (method.rank, method.scale) != (planned.rank, planned.scale):
-                different.append(f"{path}: rank {method.rank}, alpha {method.alpha} in the file; {planned.rank}, {planned.alpha} here")
+            elif type(method) is not type(planned):
+                different.append(f"{path}: {method.name} in the file, {planned.name} here")
+            elif isinstance(method, LowRank) and isinstance(planned, LowRank):
+                if (method.rank, method.scale) != (planned.rank, planned.scale):
+                    different.append(f"{path}: rank {method.rank}, alpha {method.alpha} in the file; {planned.rank}, {planned.alpha} here")
+            elif not _same_function(method, planned, models[part].get_submodule(path)):
+                different.append(f"{path}: {method} in the file, {planned} here")
     if different:
         shown = "\n  ".join(different[:5])
         more = f"\n  and {len(different) - 5} more" if len(different) > 5 else ""
@@ -253,6 +285,19 @@ def _refuse_other_shapes(plans: Mapping[str, Mapping[str, Method]], starts: Mapp
             hint="add --dim_from_weights, or give the file's --network_dim and --network_alpha",
             code="network-weights",
         )
+
+
+def _same_function(method: Method, planned: Method, module: nn.Module) -> bool:
+    """Whether both are the same function of the same tensors; dropouts may differ."""
+    layer = describe(module)
+    assert layer is not None
+    one, other = (_function(settled, layer) for settled in (method.settled(layer, [layer]), planned.settled(layer, [layer])))
+    return one == other
+
+
+def _function(method: Method, layer: Layer) -> tuple[object, ...]:
+    strengths = {name: value for name, value in method.settings(layer).items() if name not in method.random_settings}
+    return method.structure(), method.parameters(layer), strengths
 
 
 @dataclass(frozen=True, kw_only=True)

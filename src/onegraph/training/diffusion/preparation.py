@@ -92,8 +92,8 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     for part, adapters in parts.items():
         num_parameters = sum(value.numel() for value in adapters.parameters().values())
         ranks = sorted({entry.rank for entry in adapters.plan if entry.rank is not None})
-        rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        say(f"{part}: adapters on {len(adapters.layers)} layers, {rank}, {num_parameters:,} parameters")
+        rank = "" if not ranks else f"rank {ranks[0]}, " if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}, "
+        say(f"{part}: adapters on {len(adapters.layers)} layers, {rank}{num_parameters:,} parameters")
     base.unet.train()  # also where only the text encoder is adapted: gradient checkpointing asks for it
     base.text_encoder.train("text_encoder" in parts)
     parameters = {f"{part}.{name}": value for part, adapters in parts.items() for name, value in adapters.parameters().items()}
@@ -129,7 +129,9 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     facts = _run_facts(ground, base, batches, optimizer, num_steps=num_steps, num_epochs=num_epochs)
 
     def save_network(path: Path, steps: int, epoch: int) -> None:
-        save_kohya(parts, path, dtype=plan.dtype, metadata=training_metadata(facts, steps=steps, epoch=epoch, now=time.time()))
+        form = "kohya" if configuration.network.module == "networks.lora" else "lycoris"
+        metadata = training_metadata(facts, steps=steps, epoch=epoch, now=time.time())
+        save_kohya(parts, path, form=form, dtype=plan.dtype, metadata=metadata)
 
     warmed = warm_up(
         recipe,
