@@ -127,7 +127,7 @@ def test_peak_memory_of_the_process_is_counted_in_bytes() -> None:
     assert peak_memory_bytes(torch.device("cpu")) > 50_000_000
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_first_signal_only_asks(number: signal.Signals, status: int) -> None:
     said: list[str] = []
     before = signal.getsignal(number)
@@ -139,6 +139,17 @@ def test_first_signal_only_asks(number: signal.Signals, status: int) -> None:
         assert interruption.exit_status == status
     assert signal.getsignal(number) is before
     assert number.name in said[0]
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_signal_exits_at_once() -> None:

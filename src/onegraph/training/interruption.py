@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, exit; a second signal exits at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, exit; a second signal exits at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A closed terminal sends SIGHUP, which Windows doesn't have.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 
 class Interruption:
@@ -41,12 +42,14 @@ class Interruption:
 
     @property
     def name(self) -> str:
-        """``SIGINT``, ``SIGTERM``, or an empty text."""
+        """``SIGINT``, ``SIGTERM``, ``SIGHUP``, or an empty text."""
         return "" if self.signal_number is None else signal.Signals(self.signal_number).name
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            # What is ignored stays ignored: nohup does that for SIGHUP.
+            caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._receive) for number in caught}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
