@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def peft_contents(adapters: Adapters, name: str, fields: Mapping[str, object]) -
     flat = _adapter_tensors(form, config, whole, found)
     flat |= {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in form.write_shared(found.shared, config).items()}
     flat |= {f"{peft.PREFIX}{own}": tensor for own, tensor in whole.tensors.items()}
-    flat |= _embedding_weights(adapters, found)
+    flat |= _embedding_weights(adapters, whole.methods)
     if adapters.merged and (whole.tensors or form.whole or any(_BASE in key for key in flat)):
         raise CheckpointError(
             f"Adapter {name!r} is written with weights of the base model, and {', '.join(map(repr, adapters.merged))} is merged.",
@@ -177,11 +177,11 @@ def _model_fields(model: nn.Module, task_type: object) -> dict[str, object]:
     }
 
 
-def _embedding_weights(adapters: Adapters, found: Contents) -> dict[str, Tensor]:
+def _embedding_weights(adapters: Adapters, adapted: Collection[str]) -> dict[str, Tensor]:
     """The base weights of adapted embeddings: PEFT saves them with the adapter where they are targeted by one of the usual names."""
     base = unwrapped(adapters.model)
     ends = [getattr(base, getter)() for getter in ("get_input_embeddings", "get_output_embeddings") if hasattr(base, getter)]
-    paths = file_paths(adapters.model, adapters.methods(found.name))
+    paths = {path: plain for path, plain in file_paths(adapters.model, adapters.layers).items() if plain in adapted}
     if not ends or not any(path.rpartition(".")[2] in _SAVED_EMBEDDINGS for path in paths):
         return {}
     return {

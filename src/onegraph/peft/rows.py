@@ -1,0 +1,57 @@
+"""``adapter_names=``: an adapter for every row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from onegraph.peft.mistakes import UsageError
+
+BASE_MODEL = "__base__"
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "inputs")
+
+
+def row_names(adapter_names: Sequence[str], *, times: int = 1) -> list[str | None]:
+    """The names that ``Adapters.rows`` takes: None for the base model, each as often as its row is repeated.
+
+    Raises:
+        UsageError: ``peft-adapter-names`` for anything but a list of names.
+    """
+    if isinstance(adapter_names, str) or not all(isinstance(name, str) for name in adapter_names):
+        raise UsageError(
+            f"adapter_names={adapter_names!r} is no list of names",
+            why="It has the adapter of every row of the batch, in order.",
+            hint=f'["default", "other", "{BASE_MODEL}"] for a batch of three',
+            code="peft-adapter-names",
+        )
+    return [None if name == BASE_MODEL else name for name in adapter_names for _ in range(times)]
+
+
+def check_batch(adapter_names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Compare the number of names with the batch, before anything runs.
+
+    Raises:
+        UsageError: ``row-count``.
+    """
+    given = [kwargs.get(name) for name in _INPUTS] + list(args[:1])
+    batch = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim()), None)
+    if batch is not None and batch != len(adapter_names):
+        raise UsageError(
+            f"adapter_names has {len(adapter_names)} names, the batch {batch} rows",
+            why="Every row of the batch needs an adapter.",
+            hint=f'"{BASE_MODEL}" for rows without one',
+            code="row-count",
+        )
+
+
+def times_repeated(kwargs: Mapping[str, Any], generation_config: Any) -> int:
+    """How often ``generate`` repeats every row of its input: once a beam, or once a sequence to return."""
+    numbers = []
+    for name in ("num_beams", "num_return_sequences"):
+        given = kwargs.get(name)
+        own = kwargs.get("generation_config") or generation_config
+        value = given if given is not None else getattr(own, name, None)
+        numbers.append(value if isinstance(value, int) else 1)
+    return max(numbers)
