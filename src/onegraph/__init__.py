@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onegraph import doctor as doctor
     from onegraph import errors as errors
     from onegraph.adapters import Adapters as Adapters
     from onegraph.adapters import adapters_of as adapters_of
@@ -63,7 +64,7 @@ _PUBLIC = {
     "rank_masks": "onegraph.methods",
     "save": "onegraph.checkpoint",
 }
-_ROOMS = ("errors",)
+_ROOMS = ("doctor", "errors")
 
 __all__ = [
     "BOFT",
@@ -87,6 +88,7 @@ __all__ = [
     "attach",
     "check",
     "compile",
+    "doctor",
     "errors",
     "load",
     "orthogonality",

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 import onegraph
 from onegraph.errors import OnegraphError
 
-VERBS = {"explain": "what an error means, and what to do about it"}
+VERBS = {
+    "doctor": "what is here, what would be compiled, and what to do about it",
+    "explain": "what an error means, and what to do about it",
+}
 BAD_INPUT = 2
 INTERRUPTED = 130
 
