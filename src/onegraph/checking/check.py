@@ -1,96 +1,31 @@
-"""``og.check``: a user's model and batch, compiled against eager: outputs, gradients, graphs, breaks, recompiles."""
+"""``og.check``: a user's model and batch, compiled against eager: outputs, gradients, other situations, a training run, graphs."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from onegraph.adapters import adapters_of
-from onegraph.checking.comparison import Comparison
-from onegraph.checking.random_state import same_random_state
-from onegraph.checking.step import compare_step, gradients_kept
-from onegraph.compiling import CompileSettings, Recompile, Watch, compile, compiled_of, eager
+from onegraph.checking.bisect import Culprit, find_culprit
+from onegraph.checking.report import Report
+from onegraph.checking.script import write_script
+from onegraph.checking.situations import Situation, Variation, run, skipped_in_eager
+from onegraph.checking.step import gradients_kept, probe_values, without_dropout
+from onegraph.checking.subject import Subject, buffers_kept, subject_of
+from onegraph.checking.train_run import train
+from onegraph.checking.variations import situations
+from onegraph.compiling import Compiled, CompileSettings, Watch, break_mark, breaks_since, compile, compiled_of, set_aside
 from onegraph.compiling.failures import explained
-from onegraph.errors import ConfigurationError, MismatchError
+from onegraph.errors import ConfigurationError, NumericsError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What ``check`` found; ``print(report)`` shows it, ``report.right`` says it in one word.
-
-    Args:
-        comparison: Loss and gradients.
-        output_error: Largest norm of a difference between a compiled and an eager output, as a share of that output's norm.
-        graphs: Graphs that one training step and one inference call needed.
-        breaks: Reason and place of each graph break -> how often it was met.
-        recompiles: Compilations in the second round, where nothing new was met.
-        compile_seconds: Seconds spent compiling.
-        compiled: What was compiled, in words.
-    """
-
-    comparison: Comparison
-    output_error: float
-    output_allowed: float
-    graphs: int
-    breaks: Mapping[str, int] = field(default_factory=dict)
-    recompiles: tuple[Recompile, ...] = ()
-    compile_seconds: float = 0.0
-    compiled: str = ""
-
-    @property
-    def right(self) -> bool:
-        """True when numbers agree, and nothing broke or recompiled."""
-        return self.comparison.right and self.output_error <= self.output_allowed and not self.breaks and not self.recompiles
-
-    def __str__(self) -> str:
-        lines = [
-            self.compiled,
-            f"outputs     error {self.output_error:.1e} of their norm (allowed {self.output_allowed:.0e})",
-            f"training    {self.comparison}",
-            f"graphs      {self.graphs} in {self.compile_seconds:.1f} s, breaks {len(self.breaks)}, recompiles {len(self.recompiles)}",
-        ]
-        lines += [f"  wrong     {row}" for row in self.comparison.faults[:10]]
-        lines += [f"  break     {reason}" for reason in self.breaks]
-        lines += [f"  recompile {recompile}" for recompile in self.recompiles]
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The figures as JSON."""
-        comparison = self.comparison
-        return json.dumps(
-            {
-                "right": self.right,
-                "output_error": self.output_error,
-                "loss": comparison.loss,
-                "compiled_loss": comparison.compiled_loss,
-                "loss_error": comparison.loss_error,
-                "gradient_error": comparison.total_error,
-                "eager_gradient_error": comparison.eager_total_error,
-                "gradients": len(comparison.rows),
-                "faults": [{"name": row.name, "norm": row.norm, "error": row.error} for row in comparison.faults],
-                "graphs": self.graphs,
-                "breaks": dict(self.breaks),
-                "recompiles": [str(recompile) for recompile in self.recompiles],
-                "compile_seconds": self.compile_seconds,
-            },
-            indent=2,
-        )
-
-    def raise_if_wrong(self) -> None:
-        """Raises when anything is wrong.
-
-        Raises:
-            MismatchError: The report as its text.
-        """
-        if not self.right:
-            raise MismatchError(str(self), why="The compiled model isn't the eager model, or doesn't stay one graph.")
+FIRST = "the batch itself"
+_RANDOM = {"fallback_random": True}
 
 
 def check(
@@ -100,129 +35,248 @@ def check(
     loss: Callable[[Any], torch.Tensor] | None = None,
     settings: CompileSettings | None = None,
     reference: torch.dtype | None = None,
+    thorough: bool | Sequence[str] = False,
+    steps: int | None = None,
+    bisect: bool | None = None,
+    script: str | Path | None = None,
+    name: str = "",
+    say: Callable[[str], None] = lambda _: None,
     **overrides: Any,
 ) -> Report:
     """Runs ``model`` on ``batch``, compiled and eager, in training and in inference, and compares.
 
     A model that is compiled by ``onegraph.compile`` already is checked as it is; another one is compiled for the check and put back.
+    Weights, gradients, buffers, adapters, dropouts and the random state are afterwards what they were.
 
     Args:
         model: The model, with or without adapters. Its trained parameters are those with ``requires_grad``.
-        batch: A mapping (passed as keywords), a tuple (passed as positions) or one tensor.
+        batch: A mapping (passed as keywords), a tuple (passed as positions) or one tensor. Inputs that require a gradient have theirs
+            checked.
         loss: From the model's output to a scalar; by default its ``loss``, else a fixed random projection of its floating-point tensors.
-        settings: How to compile; see ``onegraph.compile``, as ``**overrides``.
-        reference: The dtype of the reference; fp64 by default.
+        settings: How to compile; see ``onegraph.compile``, as ``**overrides``. ``backend`` may be "module:function".
+        reference: The dtype of the reference; by default float64 where memory and the model allow it, else float32, else the model's own.
+        thorough: Try other situations too: batches of other sizes, gradients of all inputs, weights changed in place, adapters switched,
+            disabled and mixed in rows, dropouts. Names of situations: those alone.
+        steps: Length of a training run, compiled and eager; 20 when ``thorough``, else none.
+        bisect: When something differs, look for the backend, region and module that do it; by default when ``thorough``.
+        script: A folder for a program that shows the fault with that module alone.
+        name: A name for the report.
+        say: Gets lines of progress.
 
     Raises:
-        ConfigurationError: ``nothing-trained``: no parameter requires a gradient.
+        ConfigurationError: ``nothing-trained``: no parameter requires a gradient; ``backend-not-found``.
         NumericsError: Eager itself gives NaN or infinity.
         CompileError: ``graph-break`` under ``fullgraph``, ``backend-failed``, ``recompile-limit``, ``not-compiled``.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not parameters:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigurationError(
             "No parameter of the model requires a gradient, so there is no gradient to check.",
             hint="attach an adapter first: onegraph.attach(model, onegraph.LoRA(rank=8), targets=[...])",
             code="nothing-trained",
         )
-    reference = reference or torch.float64
-    precision = next(iter(model.parameters())).dtype
-    adapters = adapters_of(model)
+    settings, backend_name = _with_backend(settings, overrides)
+    subject = subject_of(model, batch, loss=loss, reference=reference)
     earlier = compiled_of(model)
-    compiled = earlier if earlier is not None else compile(model, settings, **overrides)
-    was_training = model.training
-    measure = loss if loss is not None else _projection
-
-    def step(dtype: torch.dtype | None) -> torch.Tensor:
-        return measure(_call(model, batch, dtype))
-
-    watch = Watch().start()
-    kept = contextlib.ExitStack()
+    compiled = earlier if earlier is not None else compile(model, settings, **_drawn(subject, settings, overrides))
+    backend_name = backend_name or str(compiled.settings.backend)
+    run_length = steps if steps is not None else 20 if thorough else 0
     try:
-        with explained(compiled.settings.backend):
-            kept.enter_context(same_random_state())
-            kept.enter_context(gradients_kept(parameters))
-            model.train()
-            comparison = compare_step(
-                step,
-                parameters,
-                models=[model],
-                adapters=[adapters] if adapters is not None else [],
-                precision=precision,
-                reference=reference,
-            )
-            model.eval()
-            output_error = _output_error(model, batch)
-            watch.warm()
-            model.train()
-            step(None).backward()  # type: ignore[no-untyped-call]
-            model.eval()
-            with torch.no_grad():
-                _call(model, batch, None)
+        with _as_before(subject), explained(str(compiled.settings.backend)):
+            report = _measured(subject, compiled, backend_name, thorough=thorough, steps=run_length, name=name, say=say)
+            if not report.agrees and (thorough if bisect is None else bisect):
+                culprit = _located(subject, compiled, report, backend_name, None if script is None else Path(script), say)
+                report = replace(report, culprit=culprit)
     finally:
-        kept.close()
-        watch.stop()
-        model.train(was_training)
         if earlier is None:
             compiled.restore()
+    return report
+
+
+def _measured(
+    subject: Subject,
+    compiled: Compiled,
+    backend_name: str,
+    *,
+    thorough: bool | Sequence[str],
+    steps: int,
+    name: str,
+    say: Callable[[str], None],
+) -> Report:
+    watch, mark = Watch().start(), break_mark()
+    try:
+        say(f"compiling {compiled} ...")
+        first = run(subject, Situation(name=FIRST))
+        watch.warm()
+        # the second round, where nothing is new
+        _again(subject)
+        recompiles = tuple(watch.recompiles)
+        training = None
+        if steps > 1:
+            say(f"{steps} steps, eager and compiled ...")
+            training = train(subject, steps=steps)
+        variations = [
+            _with_dropout(subject, situation, compiled, say) if situation.random else _tried(subject, situation, say)
+            for situation in (_chosen(situations(subject), thorough) if thorough else ())
+        ]
+    finally:
+        watch.stop()
+    assert first.comparison is not None
     return Report(
-        comparison=comparison,
-        output_error=output_error,
-        output_allowed=comparison.tolerance.total,
+        comparison=first.comparison,
+        output_error=first.output_error,
+        output_allowed=first.comparison.tolerance.total,
+        outputs=first.outputs,
         graphs=watch.graphs,
         breaks=watch.breaks,
-        recompiles=tuple(watch.recompiles),
+        break_points=breaks_since(mark),
+        recompiles=recompiles,
         compile_seconds=watch.compile_seconds,
-        compiled=str(compiled),
+        phases=watch.phases,
+        compiled=str(compiled).replace(str(compiled.settings.backend), backend_name),
+        name=name,
+        variations=tuple(variations),
+        training=training,
+        notes=_notes(subject),
     )
 
 
-def _call(model: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is not None:
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+def _chosen(known: list[Situation], wanted: bool | Sequence[str]) -> list[Situation]:
+    """All of them, or those named.
+
+    Raises:
+        ConfigurationError: ``situation-unknown``.
+    """
+    if isinstance(wanted, bool):
+        return known
+    names = [situation.name for situation in known]
+    for name in wanted:
+        if name not in names:
+            raise ConfigurationError(
+                f"There is no situation {name!r} for this model and batch.", hint=f"there are: {', '.join(names)}", code="situation-unknown"
+            )
+    return [situation for situation in known if situation.name in wanted]
 
 
-def _float_tensors(output: Any) -> list[torch.Tensor]:
-    if hasattr(output, "to_tuple"):
-        output = output.to_tuple()
-    leaves, _ = tree_flatten(output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+def _again(subject: Subject) -> None:
+    with torch.random.fork_rng(devices=[]):
+        subject.model.train()
+        subject.loss(subject.call(subject.batch)).backward()  # type: ignore[no-untyped-call]
+        subject.model.eval()
+        with torch.no_grad():
+            subject.call(subject.batch)
 
 
-def _projection(output: Any) -> torch.Tensor:
-    """The output's own loss, or the mean square of its tensors against fixed random targets: every element gets a gradient of its own."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor) and own.ndim == 0:
-        return own
-    generator = torch.Generator().manual_seed(1)
-    total: torch.Tensor | None = None
-    for tensor in _float_tensors(output):
-        target = torch.randn(tensor.shape, generator=generator).to(tensor)
-        term = (tensor - target).float().square().mean() if tensor.dtype != torch.float64 else (tensor - target).square().mean()
-        total = term if total is None else total + term
-    if total is None:
-        raise ConfigurationError(
-            "The model's output holds no floating-point tensor, so there is no loss to check.",
-            hint="pass loss=, a function from the output to a scalar",
-            code="no-loss",
+def _tried(subject: Subject, situation: Situation, say: Callable[[str], None]) -> Variation:
+    say(f"situation: {situation.name} ...")
+    try:
+        reason = skipped_in_eager(subject, situation)
+        return Variation(name=situation.name, skipped=reason) if reason else run(subject, situation)
+    except NumericsError as error:
+        return Variation(name=situation.name, skipped=error.what)
+
+
+def _with_dropout(subject: Subject, situation: Situation, compiled: Compiled, say: Callable[[str], None]) -> Variation:
+    """Inductor draws its own random numbers unless told otherwise, so this needs another compilation."""
+    if compiled.settings.backend != "inductor":
+        return _tried(subject, situation, say)
+    protect = bool(compiled.protections)
+    with set_aside(subject.model):
+        other = compile(subject.model, compiled.settings, options={**compiled.settings.options, **_RANDOM}, protect=protect)
+        try:
+            return _tried(subject, situation, say)
+        finally:
+            other.restore()
+
+
+def _located(
+    subject: Subject, compiled: Compiled, report: Report, backend_name: str, folder: Path | None, say: Callable[[str], None]
+) -> Culprit:
+    situation, suspects = _where(subject, report)
+    protect = bool(compiled.protections) or compiled.settings.backend != "inductor"
+    settings = compiled.settings
+    if situation.random and settings.backend == "inductor":
+        settings = replace(settings, options={**settings.options, **_RANDOM})
+    culprit, found = find_culprit(subject, situation, settings, backend_name=backend_name, protect=protect, suspects=suspects, say=say)
+    if found is None or folder is None:
+        return culprit
+    own, there = found
+    first_wrong = settings.backend if culprit.backend == backend_name else culprit.backend
+    adapters = [] if subject.adapters is None else [subject.adapters]
+    with set_aside(subject.model), without_dropout(adapters), probe_values(subject.trained()):
+        path, shown, note = write_script(
+            folder,
+            own,
+            there,
+            backend=first_wrong,
+            backend_name=culprit.backend,
+            options=settings.options,
+            dynamic=settings.dynamic,
+            allowed=report.comparison.tolerance.relative,
         )
-    return total
+    notes = "; ".join(filter(None, (culprit.note, note)))
+    return replace(culprit, script=path, shown=shown, note=notes)
 
 
-def _output_error(model: nn.Module, batch: Any) -> float:
-    """Largest relative difference between compiled and eager outputs, in inference."""
-    with torch.no_grad():
-        with eager():
-            expected = _float_tensors(_call(model, batch, None))
-        found = _float_tensors(_call(model, batch, None))
-    worst = 0.0
-    for left, right in zip(found, expected, strict=True):
-        norm = float(torch.linalg.vector_norm(right.double()))
-        error = float(torch.linalg.vector_norm(left.double() - right.double()))
-        worst = max(worst, error / norm if norm else error)
-    return worst
+def _where(subject: Subject, report: Report) -> tuple[Situation, list[str]]:
+    """The first situation that is wrong, and the parameters with wrong gradients in it."""
+    if not report.comparison.right or any(row.wrong for row in report.outputs):
+        return Situation(name=FIRST), [row.name for row in report.comparison.faults]
+    wrong = next((variation for variation in report.variations if variation.outcome == "wrong"), None)
+    if wrong is None:  # the training run alone: weights that change between two calls
+        return next(situation for situation in situations(subject) if situation.name == "weights changed in place"), []
+    faults = [] if wrong.comparison is None else [row.name.rpartition(": ")[2] for row in wrong.comparison.faults]
+    return next(situation for situation in situations(subject) if situation.name == wrong.name), faults
+
+
+@contextlib.contextmanager
+def _as_before(subject: Subject) -> Iterator[None]:
+    """Afterwards the model is as it was, and until then nothing that is trained is all zero."""
+    parameters = subject.trained()
+    was_training = subject.model.training
+    modes = [(module, module.training) for module in subject.model.modules()]
+    with torch.random.fork_rng(), gradients_kept(parameters), buffers_kept(subject.model), probe_values(parameters):
+        try:
+            yield
+        finally:
+            subject.model.train(was_training)
+            for module, mode in modes:
+                module.training = mode
+
+
+def _drawn(subject: Subject, settings: CompileSettings | None, overrides: dict[str, Any]) -> dict[str, Any]:
+    """A model that draws random numbers of its own is compiled so that it draws eager's."""
+    backend = overrides.get("backend", settings.backend if settings is not None else CompileSettings().backend)
+    if not subject.draws or backend != "inductor":
+        return overrides
+    options = overrides.get("options", settings.options if settings is not None else {})
+    return {**overrides, "options": {**options, **_RANDOM}}
+
+
+def _with_backend(settings: CompileSettings | None, overrides: dict[str, Any]) -> tuple[CompileSettings | None, str]:
+    """A backend given as "module:function" is that function; the name is kept."""
+    named = overrides.get("backend", settings.backend if settings is not None else "")
+    if not isinstance(named, str):
+        return settings, str(getattr(named, "__qualname__", "") or f"{type(named).__name__} object")
+    module, colon, attribute = named.partition(":")
+    if not colon:
+        return settings, named
+    try:
+        overrides["backend"] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"The backend {named} can't be found: {error}",
+            why="It is read as the function of that name in that module.",
+            hint="a module that Python can import, then a colon, then a function: my_package.my_backends:mine",
+            code="backend-not-found",
+        ) from error
+    return settings, named
+
+
+def _notes(subject: Subject) -> tuple[str, ...]:
+    notes = []
+    reference = str(subject.reference).removeprefix("torch.")
+    if subject.draws:
+        notes.append(f"the model draws random numbers of its own, so the reference is eager in {reference}, with the same numbers")
+    elif subject.reference != torch.float64:
+        notes.append(f"the reference is eager in {reference}: another one was asked for, or float64 doesn't fit or doesn't run")
+    return tuple(notes)

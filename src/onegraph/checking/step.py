@@ -21,13 +21,14 @@ _PROBE_STANDARD_DEVIATION = 0.02
 
 def compare_step(
     step: Callable[[torch.dtype | None], torch.Tensor],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     *,
     models: Sequence[nn.Module],
     adapters: Sequence[Adapters] = (),
     precision: torch.dtype = torch.float32,
     reference: torch.dtype | None = None,
     tolerance: Tolerance | None = None,
+    everywhere: bool = False,
 ) -> Comparison:
     """Compares loss and every gradient of a compiled step with eager.
 
@@ -38,24 +39,27 @@ def compare_step(
     Args:
         step: Computes the loss from the same batch and the same noise at each call; its argument is None for "as in training", or a dtype
             to compute everything in, without autocast.
-        parameters: Name -> trained parameter.
+        parameters: Name -> trained parameter, or another leaf that gets a gradient.
         models: The modules that take part; their weights are raised to ``reference`` for the reference run.
         adapters: The adapters whose dropouts are switched off meanwhile.
         precision: The dtype the step computes in when trained.
         reference: The dtype of the reference; fp32 by default. When it equals ``precision`` eager itself is the reference.
         tolerance: Defaults to the one of ``precision``.
+        everywhere: Let the backward pass reach every leaf, not ``parameters`` alone: ``adapters.rows`` hands gradients on from leaves of
+            its own.
 
     Raises:
         NumericsError: ``not-finite``: eager itself gives NaN or infinity.
     """
     reference = reference or torch.float32
-    with same_random_state() as rewind, _without_dropout(adapters), _probe_values(parameters):
+    with same_random_state() as rewind, without_dropout(adapters), probe_values(parameters):
 
         def run(dtype: torch.dtype | None) -> tuple[float, dict[str, torch.Tensor | None]]:
             rewind()
             _forget(parameters)
             loss = step(dtype)
-            torch.autograd.backward(loss, inputs=[parameter for parameter in parameters.values() if parameter.requires_grad])
+            wanted = [parameter for parameter in parameters.values() if parameter.requires_grad]
+            torch.autograd.backward(loss, inputs=None if everywhere else wanted)
             found = {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in parameters.items()}
             return float(loss.detach()), found
 
@@ -78,7 +82,7 @@ def compare_step(
     )
 
 
-def _forget(parameters: Mapping[str, nn.Parameter]) -> None:
+def _forget(parameters: Mapping[str, torch.Tensor]) -> None:
     for parameter in parameters.values():
         parameter.grad = None
 
@@ -95,7 +99,7 @@ def _require_finite(loss: float, gradients: Mapping[str, torch.Tensor | None]) -
 
 
 @contextlib.contextmanager
-def _without_dropout(adapters: Sequence[Adapters]) -> Iterator[None]:
+def without_dropout(adapters: Sequence[Adapters]) -> Iterator[None]:
     """Dropout probabilities are tensors that the graph reads, so setting them to 0 compiles nothing."""
     with contextlib.ExitStack() as stack:
         for group in adapters:
@@ -104,9 +108,10 @@ def _without_dropout(adapters: Sequence[Adapters]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _probe_values(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def probe_values(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, tensors that are all zero hold small random values, so that no gradient is zero for their sake."""
     generator = torch.Generator().manual_seed(0)
-    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         with torch.no_grad():
             for parameter in parameters.values():
@@ -122,7 +127,7 @@ def _probe_values(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def gradients_kept(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, gradients come and go; afterwards each parameter has the one it had."""
     before = {name: parameter.grad for name, parameter in parameters.items()}
     _forget(parameters)

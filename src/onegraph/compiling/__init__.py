@@ -1,7 +1,9 @@
 """The only caller of torch.compile: settings, backends, tool chain, regions, and a watch on what was compiled."""
 
 from onegraph.compiling.ahead import compile_ahead
+from onegraph.compiling.aside import set_aside
 from onegraph.compiling.backends import BACKENDS, resolve_backend
+from onegraph.compiling.breaks import BreakPoint, break_mark, breaks_since
 from onegraph.compiling.compile import Compiled, compile, compiled_of, eager
 from onegraph.compiling.protections import PROTECTIONS, Protection, protections_for
 from onegraph.compiling.regions import Region, regions_of
@@ -12,6 +14,7 @@ from onegraph.compiling.watch import Recompile, Watch
 __all__ = [
     "BACKENDS",
     "PROTECTIONS",
+    "BreakPoint",
     "CompileSettings",
     "Compiled",
     "LaunchRecord",
@@ -19,6 +22,8 @@ __all__ = [
     "Recompile",
     "Region",
     "Watch",
+    "break_mark",
+    "breaks_since",
     "check_toolchain",
     "compile",
     "compile_ahead",
@@ -29,4 +34,5 @@ __all__ = [
     "regions_of",
     "resolve_backend",
     "resolve_settings",
+    "set_aside",
 ]

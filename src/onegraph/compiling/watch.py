@@ -102,6 +102,23 @@ class Watch:
             return [found for found in self.compilations if found.reason != _FIRST]
         return self.compilations[self._warm_metrics :]
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of compiling, none counted twice; a phase that took no time isn't there."""
+        total = dict.fromkeys(("dynamo", "aot_autograd", "inductor", "code generation"), 0.0)
+        for metric in self._metrics():
+
+            def seconds(name: str, metric: Any = metric) -> float:
+                return (getattr(metric, f"{name}_cumulative_compile_time_us", None) or 0) / 1e6
+
+            inductor, code = seconds("inductor"), seconds("inductor_code_gen")
+            outer = seconds("aot_autograd") or seconds("backward")
+            total["dynamo"] += max(0.0, seconds("dynamo") - seconds("aot_autograd"))
+            total["aot_autograd"] += max(0.0, outer - inductor)
+            total["inductor"] += max(0.0, inductor - code)
+            total["code generation"] += code
+        return {name: value for name, value in total.items() if value}
+
     def _metrics(self) -> list[Any]:
         if self._final:
             return self._final[2]
