@@ -84,9 +84,11 @@ def _flags_refused() -> dict[str, Any]:
 
 def _by_launch(config_file: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """What a run gets that ``accelerate launch`` starts: accelerate's own launcher fills in the environment."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
+    try:
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "code": "accelerate-cannot-be-imported"}
     from onegraph.compiling import read_launch
 
     given = ["--config_file", config_file] if config_file else []

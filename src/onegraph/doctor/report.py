@@ -99,7 +99,7 @@ def examine(
     file = settings_report.with_effects(file, fields, next((way for way in ways if way.settings or way.problem), None))
     effective = [way.settings["backend"] for way in ways if "backend" in way.settings]
     used = {row["value"] for row in effective}
-    chosen = any(row["origin"] != "default" for row in effective)
+    chosen = any(not row["origin"].startswith("default") for row in effective)
     needed = "inductor" in used or not chosen
     backends = _backends(answer, torch, quick=quick, device="cpu" if on_cpu else "cuda", seconds=seconds, folder=build_folder, say=say)
     pairs = tuple(packages.pair_findings(installed))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from onegraph.doctor.finding import BREAKS, NOTE, WARNING, Finding, listed, pip_install
@@ -173,7 +174,7 @@ def _way(command: str, told: Mapping[str, Any], section: Mapping[str, Any], flag
         command=command,
         settings=settings,
         notes=tuple(told.get("notes", ())),
-        problem=str(told.get("error", "")),
+        problem=" ".join(filter(None, (told.get("error"), told.get("why")))),
         code=str(told.get("code", "")),
         hint=str(told.get("hint", "")),
     )
@@ -236,13 +237,15 @@ def _dynamo_effect(key: str, way: Way | None) -> str:
 
 def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[Way], torch_here: bool) -> Iterator[Finding]:
     """What would stop a run, and what does nothing."""
+    path = quote(file.path)
+    section_names = [name.removeprefix("dynamo_config.") for name in file.fields or {}]
     launch_stops = any(way.code == "accelerate-launch-stops" for way in found)
     if file.problem:
         yield Finding(
             code="accelerate-config-unreadable",
             severity=BREAKS,
             what=f"accelerate's configuration file {file.path} ({file.origin}) can't be read: {file.problem}",
-            do=(pip_install("pyyaml"),) if "PyYAML" in file.problem else ("accelerate config", f"rm {file.path}"),
+            do=(pip_install("pyyaml"),) if "PyYAML" in file.problem else ("accelerate config", f"rm {path}"),
         )
     section = fields.get("dynamo_config")
     if file.parsed and isinstance(section, dict) and section.get("dynamo_backend") is False:
@@ -250,7 +253,7 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
             code="yaml-no-is-false",
             severity=BREAKS,
             what=f"{file.path}: an unquoted NO or no is a boolean in YAML, and accelerate wants a name in dynamo_backend",
-            do=(f"sed -i \"s/dynamo_backend:.*/dynamo_backend: 'NO'/\" {file.path}",),
+            do=(f"sed -i \"s/dynamo_backend:.*/dynamo_backend: 'NO'/\" {path}",),
         )
         launch_stops = False
     for way in found:
@@ -266,7 +269,7 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
                 code="config-field-unknown",
                 severity=WARNING,
                 what=f"{file.path}: dynamo_config has a field {key} that nothing reads" + (f"; did you mean {near[0]}?" if near else ""),
-                do=(f"sed -i 's/{key}:/{near[0]}:/' {file.path}" if near else f"sed -i '/{key}:/d' {file.path}",),
+                do=(f"sed -i 's/{key}:/{near[0]}:/' {path}" if near and near[0] not in section_names else f"sed -i '/{key}:/d' {path}",),
             )
     processes = fields.get("num_processes")
     if isinstance(processes, int) and processes > 1 and str(fields.get("distributed_type", "NO")) != "NO":
@@ -291,13 +294,13 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
 
 
 def _stops(way: Way, file: ConfigFile) -> Finding:
-    do: tuple[str, ...] = (f"sed -i 's/dynamo_backend:.*/dynamo_backend: INDUCTOR/' {file.path}",)
+    do: tuple[str, ...] = (f"sed -i 's/dynamo_backend:.*/dynamo_backend: INDUCTOR/' {quote(file.path)}",)
+    if way.code == "accelerate-cannot-be-imported":
+        do = (pip_install("--force-reinstall", "accelerate"),)
+        return Finding(code=way.code, severity=BREAKS, what=f"accelerate can't be imported: {way.problem}", do=do)
     if way.code == "accelerate-launch-stops":
         words = way.problem.lower()
-        missing = "No module named 'accelerate'" in way.problem
-        if missing:
-            do = (pip_install("accelerate"),)
-        elif "dynamo" not in words and "backend" not in words:
+        if "dynamo" not in words and "backend" not in words:
             do = ("accelerate config",)
         return Finding(code=way.code, severity=BREAKS, what=f"{way.command} stops before it starts: {way.problem}", do=do)
     variables = [f"{_PREFIX}{end.upper()}" for end, _ in _NAMES.values()]
@@ -307,5 +310,5 @@ def _stops(way: Way, file: ConfigFile) -> Finding:
     elif "flag" in way.problem:
         do = (f"{way.command.partition(' --dynamo')[0]} --dynamo_backend=inductor",)
     elif way.code.startswith("compile-mode"):
-        do = (f"sed -i 's/dynamo_mode:.*/dynamo_mode: default/' {file.path}",) if file.parsed else (f"unset {_PREFIX}MODE",)
+        do = (f"sed -i 's/dynamo_mode:.*/dynamo_mode: default/' {quote(file.path)}",) if file.parsed else (f"unset {_PREFIX}MODE",)
     return Finding(code=way.code or "settings", severity=BREAKS, what=f"{way.command}: {way.problem}", do=do)
