@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaForCau
 
 import onegraph as og
 from onegraph.compiling import Watch, compiled_of, eager, protections_for, regions_of
+from onegraph.compiling.tuning import tuned_options
 from onegraph.errors import CompileError, ConfigurationError
 
 
@@ -311,3 +312,13 @@ def test_protection_is_set_for_inductor_only_and_where_needed() -> None:
     compiled = og.compile(nn.Linear(2, 2), backend="inductor")
     assert ("scatter-order-zero-gradients" in compiled.protections) is needed
     assert og.compile(nn.Linear(2, 2), backend="inductor", protect=False).protections == ()
+
+
+def test_what_inductor_is_told_depends_on_the_device() -> None:
+    """Convolutions keep their layout on a CPU; what is on another device is inductor's to lay out."""
+    on_cpu = tuned_options("inductor", nn.Conv2d(2, 2, 3))
+    assert on_cpu["layout_optimization"] is False
+    elsewhere = tuned_options("inductor", nn.Conv2d(2, 2, 3, device="meta"))
+    assert "layout_optimization" not in elsewhere
+    assert elsewhere.keys() == {"custom_partitioner_fn"}
+    assert tuned_options("aot_eager", nn.Conv2d(2, 2, 3)) == {}

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onegraph.compiling.partition import lean_options
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
+from onegraph.compiling.tuning import tuned_options
 from onegraph.errors import CompileError, ConfigurationError
 
 # Distinct shapes a block class may have in one model: a Stable Diffusion UNet has about 20, some of them twice (input with and without
@@ -165,7 +165,7 @@ def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing:
 
     torch refuses mode and options together, so a mode is spelt out as its options.
     """
-    options = {**(lean_options(settings.backend) if protect else {}), **settings.options}
+    options = {**(tuned_options(settings.backend, region.module) if protect else {}), **settings.options}
     if settings.backend == "inductor" and settings.mode != "default":
         options = {**torch._inductor.list_mode_options(settings.mode), **options}
     for protection in protections_for(settings.backend) if protect else ():

@@ -6,11 +6,10 @@ large as an activation, because a matrix product reads it in the backward pass; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch._functorch.config
-import torch._inductor.config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
@@ -29,8 +28,3 @@ class LeanPartitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Part of the cache key."""
         return "onegraph-lean-partition-1"
-
-
-def lean_options(backend: str) -> Mapping[str, Any]:
-    """The options that make inductor keep less; none for other backends."""
-    return {OPTION: LeanPartitioner()} if backend == "inductor" else {}
