@@ -218,7 +218,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         "Ratio: median over pairs of steps in turn (quartiles). First step: with compilation, over the frozen model's own.",
         "Kept: bytes saved for backward, over the frozen model's.",
         "",
-        "| method | step / floor | reach | first step / floor's | kept / floor's | graphs | breaks | recompiles | PEFT's step / floor | its first |",
+        "| method | step / floor | reach | first step / floor's | kept / floor's | graphs | breaks | recompiles | PEFT | its first |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in results.items():
