@@ -413,6 +413,7 @@ def test_stale_and_unreadable_entries(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert cache_folder.cache_folder(None).stale == 0
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_a_graph_of_inductor_names_its_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = "import torch; torch.compile(lambda x: x.sin() * 2)(torch.ones(4))"

@@ -135,7 +135,8 @@ def examine(
         switches=switches.switches(),
         backends=tuple(backends),
         pairs=pairs,
-        findings=tuple(ordered(found)),
+        # what isn't installed can't be imported either: told once
+        findings=tuple(ordered(one for one in found if one.code != "accelerate-cannot-be-imported" or "accelerate" in installed)),
     )
 
 
