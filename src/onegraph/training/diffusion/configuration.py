@@ -127,7 +127,9 @@ class OptimizerSettings:
     arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
     learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0, high=1e6)
     unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0, high=1e6)
-    text_encoder_lr: float | None = setting(None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0, high=1e6)
+    text_encoder_lr: float | None = setting(
+        None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0, high=1e6
+    )
     loraplus_lr_ratio: float | None = setting(None, "learning rate of the up matrices over that of the down matrices (LoRA+)", above=0.0)
     loraplus_unet_lr_ratio: float | None = setting(None, "the same, for the UNet only", above=0.0)
     loraplus_text_encoder_lr_ratio: float | None = setting(None, "the same, for the text encoder only", above=0.0)
