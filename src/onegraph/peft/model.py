@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from onegraph.adapters import Adapters
 from onegraph.adapters.surgery import RECORD
-from onegraph.compiling.outside import outside_graphs
+from onegraph.compiling.outside import between_graphs
 from onegraph.peft import repositories
 from onegraph.peft.card import write_card
 from onegraph.peft.configs import PeftConfig
@@ -22,7 +22,7 @@ from onegraph.peft.exchange import LoadResult, put, refuse_key_mapping, save_ada
 from onegraph.peft.injection import missing_layers
 from onegraph.peft.kinds import PeftType
 from onegraph.peft.mistakes import UsageError, as_value_errors
-from onegraph.peft.rows import check_batch, row_names, times_repeated
+from onegraph.peft.rows import RowsOf, check_batch, encoded, row_names, times_repeated
 from onegraph.peft.status import LayerStatus, ModelStatus, get_layer_status, get_model_status
 from onegraph.peft.tuner import BaseTuner
 from onegraph.peft.tuners import TUNERS
@@ -115,8 +115,10 @@ class PeftModel(nn.Module):
 
     # Running
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model computes.
+
+        Rows are given their adapters before anything that is compiled runs: a graph has no part in it.
 
         Args:
             *args: The model's.
@@ -124,8 +126,14 @@ class PeftModel(nn.Module):
         """
         names = kwargs.pop(_NAMES, None)
         if names is None:
-            return self.base_model(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         return _run_rows(self, names, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model computes: see ``__call__``."""
+        if _NAMES in kwargs:
+            return self(*args, **kwargs)
+        return self.base_model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model generates; ``adapter_names`` gives every row of the input its own adapter, repeated with it by beams."""
@@ -139,14 +147,10 @@ class PeftModel(nn.Module):
         times = times_repeated(kwargs, getattr(base, "generation_config", None))
         if times > 1 and getattr(getattr(base, "config", None), "is_encoder_decoder", False) and "encoder_outputs" not in kwargs:
             # The encoder sees every row once, the decoder as often as there are beams.
-            with self._rows(row_names(names)):
-                kwargs["encoder_outputs"] = _encoded(base, args, kwargs)
-        with self._rows(row_names(names, times=times)):
+            with RowsOf(self.adapters, row_names(names)):
+                kwargs["encoder_outputs"] = encoded(base, args, kwargs)
+        with RowsOf(self.adapters, row_names(names, times=times)):
             return base.generate(*args, **kwargs)
-
-    def _rows(self, names: Sequence[str | None]) -> contextlib.AbstractContextManager[None]:
-        with as_value_errors():
-            return _checked(self.adapters, names)
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -373,27 +377,13 @@ class PeftModel(nn.Module):
             return getattr(self.base_model, name)
 
 
-@outside_graphs
+@between_graphs
 def _run_rows(model: PeftModel, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if model.base_model._disabled:
-        return model.base_model(*args, **kwargs)
+        return nn.Module.__call__(model, *args, **kwargs)
     check_batch(names, args, kwargs)
-    with model._rows(row_names(names)):
-        return model.base_model(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _checked(adapters: Adapters, names: Sequence[str | None]) -> Iterator[None]:
-    with as_value_errors(), adapters.rows(names):
-        yield
-
-
-def _encoded(base: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    given = {name: kwargs[name] for name in ("input_ids", "attention_mask", "inputs_embeds") if name in kwargs}
-    first = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
-    if "inputs" in kwargs:
-        first = {"input_ids": kwargs["inputs"]}
-    return base.get_encoder()(**{**first, **given}, return_dict=True)
+    with RowsOf(model.adapters, row_names(names)):
+        return nn.Module.__call__(model, *args, **kwargs)
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from onegraph.peft.mistakes import UsageError
+from onegraph.adapters import Adapters
+from onegraph.compiling.outside import outside_graphs
+from onegraph.peft.mistakes import UsageError, as_value_errors
 
 BASE_MODEL = "__base__"
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "inputs")
@@ -29,6 +31,29 @@ def row_names(adapter_names: Sequence[str], *, times: int = 1) -> list[str | Non
     return [None if name == BASE_MODEL else name for name in adapter_names for _ in range(times)]
 
 
+class RowsOf:
+    """Inside, every row has its own adapter; entering and leaving is no part of any graph.
+
+    Args:
+        adapters: The adapters of a model.
+        names: As ``Adapters.rows`` takes them.
+    """
+
+    def __init__(self, adapters: Adapters, names: Sequence[str | None]) -> None:
+        self._rows = adapters.rows(names)
+
+    @outside_graphs
+    def __enter__(self) -> None:
+        with as_value_errors():
+            self._rows.__enter__()
+
+    @outside_graphs
+    def __exit__(self, *error: Any) -> None:
+        # Whatever happened inside goes on as it is: the rows are only put back.
+        self._rows.__exit__(None, None, None)
+
+
+@outside_graphs
 def check_batch(adapter_names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Compare the number of names with the batch, before anything runs.
 
@@ -55,3 +80,12 @@ def times_repeated(kwargs: Mapping[str, Any], generation_config: Any) -> int:
         value = given if given is not None else getattr(own, name, None)
         numbers.append(value if isinstance(value, int) else 1)
     return max(numbers)
+
+
+def encoded(base: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the encoder of a model makes of the input of ``generate``."""
+    given = {name: kwargs[name] for name in ("input_ids", "attention_mask", "inputs_embeds") if name in kwargs}
+    first = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
+    if "inputs" in kwargs:
+        first = {"input_ids": kwargs["inputs"]}
+    return base.get_encoder()(**{**first, **given}, return_dict=True)
