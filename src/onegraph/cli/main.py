@@ -15,6 +15,7 @@ import onegraph
 from onegraph.errors import OnegraphError
 
 VERBS = {
+    "check": "a model compiled against eager: is it right?",
     "doctor": "what is here, what would be compiled, and what to do about it",
     "explain": "what an error means, and what to do about it",
 }
