@@ -295,6 +295,17 @@ def test_variables_that_switch_compiling_off(monkeypatch: pytest.MonkeyPatch) ->
     assert codes(switches.switch_findings()) == ["compile-switched-off", "suppress-errors-eager"]
 
 
+@pytest.mark.usefixtures("asked_here")
+def test_one_cause_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = [backends_tried.BackendReport(name="eager", standing="failed", runs_as="eager", said="no effect: nothing was compiled")]
+    monkeypatch.setattr(backends_tried, "tried", lambda *_, **__: failed)
+    assert "backend-failed" in codes(examine(flags={"backend": "eager"}).findings)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    found = codes(examine(flags={"backend": "eager"}).findings)
+    assert found[0] == "compile-switched-off"
+    assert "backend-failed" not in found
+
+
 # Compiler
 
 
@@ -450,6 +461,15 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp
         assert (first.code, first.severity) == ("cache-folder", BREAKS)
 
 
+@pytest.mark.slow
+def test_settings_are_found_where_torch_cannot_make_its_folder(tmp_path: Path) -> None:
+    done = doctor("--quick", "--json", "--dynamo_backend=eager", TORCHINDUCTOR_CACHE_DIR=read_only_places(tmp_path)[-1])
+    report = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [finding["code"] for finding in report["findings"] if finding["severity"] == "breaks"] == ["cache-folder"]
+    assert report["ways"][0]["settings"]["backend"]["value"] == "eager"
+
+
 @pytest.mark.usefixtures("asked_here")
 def test_a_read_only_folder_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", read_only_places(tmp_path)[-1])
@@ -517,7 +537,7 @@ def test_a_backend_that_hangs_or_crashes_leaves_the_others_alone(monkeypatch: py
         "    print('a library says hello', flush=True)\n"
         "    if name == 'hangs': time.sleep(60)\n"
         "    if name == 'crashes': os.abort()\n"
-        "    outcome = 'no effect' if name == 'cudagraphs' else 'unknown' if name in ('gone', 'packaged') else 'works'\n"
+        "    outcome = 'skipped' if name == 'cudagraphs' else 'unknown' if name in ('gone', 'packaged') else 'works'\n"
         "    print(json.dumps({'name': name, 'runs_as': 'new' if name == 'old' else name, 'outcome': outcome}), flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -31,8 +31,8 @@ class Attempt:
     Args:
         name: The backend's name as tried first.
         runs_as: The name that was tried last; another than ``name`` where that one is unknown to torch.
-        outcome: "works"; "unknown": no such backend; "import": a package isn't there; "no effect": nothing was compiled, or the backend
-            gave up without an error; "wrong": another result than eager; "failed".
+        outcome: "works"; "unknown": no such backend; "import": a package isn't there; "no effect": nothing was compiled;
+            "skipped": CUDA graphs were left out without an error; "wrong": another result than eager; "failed".
         said: What torch or the backend said.
         seconds: How long it took.
     """
@@ -84,7 +84,7 @@ def _tried(name: str, backend: Backend, device: str) -> tuple[str, str]:
     if name != "no" and counters["stats"]["unique_graphs"] == 0:
         return "no effect", "nothing was compiled"
     if skips := counters["inductor"]["cudagraph_skips"]:
-        return "no effect", f"CUDA graphs were left out {skips} times"
+        return "skipped", f"CUDA graphs were left out {skips} times"
     return "works", ""
 
 

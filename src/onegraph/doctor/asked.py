@@ -24,6 +24,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         question: ``config_file`` (path or None), ``flags`` (of ours), ``asker`` (process id whose parent may be accelerate launch).
     """
     torch_facts = _asked(_torch_facts)
+    if "error" not in torch_facts:
+        # its compiler is a part of it: a second import after a failed one would fail for another reason
+        torch_facts = {**torch_facts, **_asked(_import_compiling)}
     if "error" in torch_facts:
         return {"torch": torch_facts}
     return {
@@ -61,6 +64,12 @@ def _torch_facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "openmp": bool(getattr(torch._C, "has_openmp", False)),
     }
+
+
+def _import_compiling() -> dict[str, Any]:
+    import onegraph.compiling  # noqa: F401 - that it can be imported is the answer
+
+    return {}
 
 
 def _backends() -> dict[str, Any]:

@@ -175,7 +175,7 @@ def _judged(name: str, known: Mapping[str, Any], answer: Mapping[str, Any]) -> B
     if outcome == "works":
         standing = RENAMED if renamed else WORKS
         said = str(known.get("says", ""))
-    elif outcome == "no effect" and known.get("needs_cuda"):
+    elif outcome == "skipped" and known.get("needs_cuda"):
         standing, needs, said = NEEDS, "a CUDA device", "on a CPU it runs and leaves the CUDA graphs out"
     elif outcome == "import" or (outcome == "unknown" and known.get("needs_module")):
         standing, needs = NEEDS, str(known.get("needs_module") or "a package")

@@ -21,14 +21,17 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def ask(question: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-    """What ``onegraph.doctor.asked`` answers; a process that dies or hangs answers with why, as torch's error."""
+    """What ``onegraph.doctor.asked`` answers; a process that dies or hangs answers with why, as torch's error.
+
+    It gets a cache folder of its own: dynamo makes the folder when it is imported, and the user's may be one that can't be made.
+    """
     with tempfile.TemporaryDirectory(prefix="onegraph-doctor-") as folder:
         path = Path(folder) / "answer.json"
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "onegraph.doctor.asked", str(path)],
                 input=json.dumps(question),
-                env=child_environment(),
+                env=child_environment(TORCHINDUCTOR_CACHE_DIR=folder),
                 capture_output=True,
                 text=True,
                 errors="replace",

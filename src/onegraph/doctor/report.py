@@ -104,16 +104,18 @@ def examine(
     backends = _backends(answer, torch, quick=quick, device="cpu" if on_cpu else "cuda", seconds=seconds, folder=build_folder, say=say)
     pairs = tuple(packages.pair_findings(installed))
     refused = bool(answer.get("flags_refused", {}).get("refused", True))
+    switched = list(switches.switch_findings())
+    off = any(one.code == "compile-switched-off" for one in switched)  # then it is no fault of a backend that it compiles nothing
     found = [
         *packages.package_findings(here),
         *_torch_findings(torch, installed),
         *settings_report.settings_findings(file, fields, ways, "error" not in torch),
-        *switches.switch_findings(),
+        *switched,
         *machine.compiler_findings(compiler, flags_refused=refused, needed=needed),
         *cache_folder.cache_findings(cache),
         *machine.gpu_findings(gpu, installed, on_cpu=on_cpu),
         *(pair for pair in pairs if pair.severity != NOTE),
-        *backends_tried.backend_findings(backends, used, explained=bool(compiler.code)),
+        *([] if off else backends_tried.backend_findings(backends, used, explained=bool(compiler.code))),
         *machine.thread_findings(processor, on_cpu=on_cpu),
         *switches.nothing_compiled(ways),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,6 +304,9 @@ def _stops(way: Way, file: ConfigFile) -> Finding:
         if "dynamo" not in words and "backend" not in words:
             do = ("accelerate config",)
         return Finding(code=way.code, severity=BREAKS, what=f"{way.command} stops before it starts: {way.problem}", do=do)
+    if not way.code:
+        do = (f"{sys.executable} -c 'import onegraph.compiling'",)
+        return Finding(code="settings", severity=BREAKS, what=f"{way.command}: {way.problem}", do=do)
     variables = [f"{_PREFIX}{end.upper()}" for end, _ in _NAMES.values()]
     named = next((name for name in variables if name in way.problem and name in os.environ), None)
     if named is not None:
@@ -311,4 +315,4 @@ def _stops(way: Way, file: ConfigFile) -> Finding:
         do = (f"{way.command.partition(' --dynamo')[0]} --dynamo_backend=inductor",)
     elif way.code.startswith("compile-mode"):
         do = (f"sed -i 's/dynamo_mode:.*/dynamo_mode: default/' {quote(file.path)}",) if file.parsed else (f"unset {_PREFIX}MODE",)
-    return Finding(code=way.code or "settings", severity=BREAKS, what=f"{way.command}: {way.problem}", do=do)
+    return Finding(code=way.code, severity=BREAKS, what=f"{way.command}: {way.problem}", do=do)

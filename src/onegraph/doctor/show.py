@@ -134,7 +134,7 @@ def _settings(report: Report) -> Iterator[str]:
 
 def _backends(report: Report) -> Iterator[str]:
     if not report.backends:
-        yield "not tried: torch can't be imported"
+        yield "not tried: torch can't be asked"
         return
     width = max(len(backend.name) for backend in report.backends)
     for backend in report.backends:
