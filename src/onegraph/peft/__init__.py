@@ -136,8 +136,6 @@ def __getattr__(name: str) -> Any:
     """Say what to use in place of a name of PEFT that isn't here."""
     instead = instead_of(name)
     if instead is not None:
-        raise ImportError(
-            f"onegraph.peft has no {name}: use {instead}" if " " not in instead else f"onegraph.peft has no {name}: {instead}"
-        )
+        raise ImportError(f"onegraph.peft has no {name}: use {instead}")
     close = nearest(name, __all__)
     raise AttributeError(f"module 'onegraph.peft' has no attribute {name!r}" + (f": did you mean {close[0]}?" if close else ""))
