@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -21,13 +21,15 @@ class Recompile:
     Args:
         function: The compiled code's name and line.
         reason: The guard that failed, as dynamo words it; "first compilation" for code not compiled before.
+        others: Guards of the code's other versions that failed since the warm-up: a call is compiled when it fits none of them.
     """
 
     function: str
     reason: str
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.function}: {self.reason}"
+        return "; ".join((f"{self.function}: {self.reason}", *self.others))
 
 
 class Watch:
@@ -60,6 +62,7 @@ class Watch:
         self._breaks_before = collections.Counter(dynamo_utils.counters["graph_break"])
         self._warm_metrics = None
         self._final = None
+        self._guards_before = _failed_guards()
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
         self._running = True
@@ -70,6 +73,7 @@ class Watch:
         if not self._running:
             return
         self._final = (self.graphs, self.breaks, self._metrics())
+        self._guards_after = _failed_guards()
         callback_handler.remove_start_callback(self._on_start)
         callback_handler.remove_end_callback(self._on_end)
         self._running = False
@@ -77,6 +81,7 @@ class Watch:
     def warm(self) -> None:
         """Ends the warm-up: what is compiled from here on is a recompile."""
         self._warm_metrics = len(self._forward_metrics())
+        self._guards_before = _failed_guards()
 
     @property
     def graphs(self) -> int:
@@ -100,7 +105,12 @@ class Watch:
         """Compilations since ``warm()``; before it, those of code that had been compiled already."""
         if self._warm_metrics is None:
             return [found for found in self.compilations if found.reason != _FIRST]
-        return self.compilations[self._warm_metrics :]
+        return [self._with_others(found) for found in self.compilations[self._warm_metrics :]]
+
+    def _with_others(self, found: Recompile) -> Recompile:
+        failed = (self._guards_after if self._final else _failed_guards()).get(found.function, ())
+        failed = failed[len(self._guards_before.get(found.function, ())) :]
+        return replace(found, others=tuple(dict.fromkeys(reason for reason in failed if reason != found.reason)))
 
     @property
     def phases(self) -> dict[str, float]:
@@ -141,7 +151,16 @@ _FIRST = "first compilation"
 
 def _described(metric: Any) -> Recompile:
     reason = metric.recompile_reason or (f"failed: {metric.fail_reason}" if metric.fail_reason else _FIRST)
-    return Recompile(function=f"{metric.co_name} ({metric.co_filename}:{metric.co_firstlineno})", reason=str(reason).strip())
+    return Recompile(function=_label(metric), reason=str(reason).strip())
+
+
+def _label(code: Any) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _failed_guards() -> dict[str, tuple[str, ...]]:
+    """Code -> every guard of it that failed, in order."""
+    return {_label(code): tuple(str(reason).strip() for reason in reasons) for code, reasons in dynamo_utils.guard_failures.items()}
 
 
 def _unique_graphs() -> int:
