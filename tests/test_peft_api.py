@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -39,6 +40,14 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(vocab_size=40, num_key_value_heads=2, max_position_embeddings=32, **_SIZES)
+    return _seeded(lambda: transformers.LlamaForCausalLM(config))
+
+
+def shallow() -> nn.Module:
+    """One block: what compiles is the same, in half the time."""
+    config = transformers.LlamaConfig(
+        vocab_size=40, num_key_value_heads=2, max_position_embeddings=32, **{**_SIZES, "num_hidden_layers": 1}
+    )
     return _seeded(lambda: transformers.LlamaForCausalLM(config))
 
 
@@ -383,7 +392,7 @@ def _compiled(model: ours.PeftModel, how: str) -> Any:
 @pytest.mark.parametrize("how", ["before", "blocks", "whole", "module", "inside"])
 def test_nothing_recompiles(how: str, ids: Tensor) -> None:
     torch._dynamo.reset()
-    base = llama()
+    base = shallow()
     if how == "before":
         onegraph.compile(base, backend="aot_eager")
     model = ours.get_peft_model(base, ours.LoraConfig(task_type="CAUSAL_LM", r=4)).eval()
@@ -402,7 +411,7 @@ def test_nothing_recompiles(how: str, ids: Tensor) -> None:
         again = logits(run, ids, adapter_names=["__base__", "default", "other"])
         model.set_adapter("default")
         assert torch.equal(logits(run, ids), first)
-    torch.testing.assert_close(plain, logits(llama(), ids))
+    torch.testing.assert_close(plain, logits(shallow(), ids))
     torch.testing.assert_close(rows, torch.stack([second[0], plain[1], first[2]]), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(again, torch.stack([plain[0], first[1], second[2]]), atol=1e-6, rtol=1e-5)
     assert not torch.allclose(first, second, atol=1e-3)
@@ -411,7 +420,7 @@ def test_nothing_recompiles(how: str, ids: Tensor) -> None:
 def test_torch_compile_around_it(ids: Tensor) -> None:
     """A graph for one adapter, and another for rows: whatever is switched."""
     torch._dynamo.reset()
-    model, counter = two_adapters(), CompileCounterWithBackend("aot_eager")
+    model, counter = two_adapters(shallow), CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter)
     first = logits(run, ids)
     model.set_adapter("other")
@@ -427,8 +436,8 @@ def test_torch_compile_around_it(ids: Tensor) -> None:
 def test_a_frozen_adapter_trains_after_one_graph_more(ids: Tensor, tmp_path: Path) -> None:
     """Negative control too: a switch that changes what requires a gradient is noticed."""
     torch._dynamo.reset()
-    two_adapters().save_pretrained(tmp_path)
-    model = ours.PeftModel.from_pretrained(llama(), tmp_path)
+    two_adapters(shallow).save_pretrained(tmp_path)
+    model = ours.PeftModel.from_pretrained(shallow(), tmp_path)
     model.load_adapter(tmp_path / "other", "other")
     onegraph.compile(model, backend="aot_eager")
     logits(model, ids)
@@ -514,7 +523,7 @@ def test_bias_is_trained_beside(ids: Tensor, tmp_path: Path) -> None:
         assert own.get_nb_trainable_parameters()[0] == trained_theirs
 
 
-def test_state_dict_there_and_back(ids: Tensor) -> None:
+def test_state_dict_there_and_back(ids: Tensor, tmp_path: Path) -> None:
     model = two_adapters(modules_to_save=["lm_head"])
     state = copy.deepcopy(model.state_dict())
     other = our_model(llama, "LoraConfig", task_type="CAUSAL_LM", r=4, modules_to_save=["lm_head"])
@@ -529,6 +538,8 @@ def test_state_dict_there_and_back(ids: Tensor) -> None:
     assert sorted(result.missing_keys) == sorted(state.keys() - lacking.keys())
     with pytest.raises(RuntimeError, match=r"q_proj\.lora_A\.other"):
         other.load_state_dict(lacking)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")  # as the Trainer of transformers writes it
+    assert load_file(tmp_path / "model.safetensors").keys() == state.keys()
     assert model.state_dict(prefix="a.").keys() == {f"a.{key}" for key in state}
 
 
@@ -577,9 +588,9 @@ def test_status_is_pefts() -> None:
 
 def test_hotswap(ids: Tensor, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    small = trained(our_model(llama, "LoraConfig", task_type="CAUSAL_LM", r=2, lora_alpha=5, target_modules=["q_proj"]), seed=4)
+    small = trained(our_model(shallow, "LoraConfig", task_type="CAUSAL_LM", r=2, lora_alpha=5, target_modules=["q_proj"]), seed=4)
     small.save_pretrained(tmp_path)
-    model = two_adapters()
+    model = two_adapters(shallow)
     onegraph.compile(model, backend="aot_eager")
     logits(model, ids)
     other = logits(model, ids, adapter_names=["other"] * 3)
