@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from onegraph.cli.explain import offer
 from onegraph.cli.sd_flags import flag_label, parse
 from onegraph.errors import MismatchError, NumericsError, OnegraphError
 from onegraph.training.output import lasting_output
@@ -81,7 +82,7 @@ def _say(text: str) -> None:
 
 
 def _failed(error: OnegraphError, status: int) -> int:
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {error}\n{offer(error)}", file=sys.stderr, flush=True)
     return status
 
 

@@ -1,7 +1,7 @@
 """Says what an error means: its cause, what helps, what doesn't, and what was seen when it was run.
 
   onegraph explain < traceback.txt     the entries that a traceback or log is about, with the reason for each
-  onegraph explain CODE                one entry: a code such as compiler-missing, an id, a graph-break number such as GB0170
+  onegraph explain CODE ...            entries by name: a code such as compiler-missing, an id, a graph-break number such as GB0170
   onegraph explain --list              all entries
 
 Exit status: 0 when an entry is found, 1 when none is, 2 for a mistake in the command; with --run 1 when a program didn't do what its
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onegraph import explain
-from onegraph.errors import ConfigurationError
+from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.explain import reproduce, show
 
 FOUND = 0
@@ -45,6 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     return _by_text(arguments)
 
 
+def offer(error: OnegraphError) -> str:
+    """The command that says more about an error of ours; one for all of its problems when there are several."""
+    problems = error.problems if isinstance(error, ConfigurationError) and error.problems else (error,)
+    return f"more: onegraph explain {' '.join(dict.fromkeys(problem.code for problem in problems))}"
+
+
 def _language() -> str:
     locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := os.environ.get(name))), "")
     return "zh" if locale.lower().startswith("zh") else "en"
@@ -57,13 +63,14 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _by_name(arguments: argparse.Namespace) -> int:
-    name = " ".join(arguments.code)
-    found = explain.find(name)
+    each = [explain.find(name) for name in arguments.code]
+    whole = " ".join(arguments.code)
+    found = [entry for entries in each for entry in entries] if all(each) else explain.find(whole)
     if not found:
         if arguments.json:
             print(_json([]))
         else:
-            print(show.not_called(name, explain.similar(name), explain.mentioning(name), arguments.language), file=sys.stderr)
+            print(show.not_called(whole, explain.similar(whole), explain.mentioning(whole), arguments.language), file=sys.stderr)
         return NOT_FOUND
     if arguments.run:
         return _run(found[0])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import onegraph
+from onegraph.cli.explain import offer
 from onegraph.errors import OnegraphError
 
 VERBS = {
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(module.run(own.parse_args(given[1:])))
     except OnegraphError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}\n{offer(error)}", file=sys.stderr, flush=True)
         return BAD_INPUT
     except BrokenPipeError:
         # the reader has seen enough: "onegraph explain --list | head"

@@ -185,6 +185,8 @@ class Entry:
 
     def standing(self) -> str:
         """Whether it was verified, with what and when, or why not."""
+        if self.domain == OWN:
+            return "an error of onegraph's own"
         if self.verified and self.observed is not None:
             gone = ", where it doesn't happen any more" if self.reproduction and self.reproduction.outcome == "gone" else ""
             return f"verified with {', '.join(self.observed.versions)} on {self.observed.date}{gone}"

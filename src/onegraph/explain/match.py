@@ -53,7 +53,7 @@ _SUFFIXES = (
 )
 _FILE = re.compile(r'^\s*File "([^"]+)", line \d+', re.MULTILINE)
 _BREAK = re.compile(r"gb/gb(\d{4})\.html|\bGB(\d{4})\b")
-_CODE = re.compile(r"^\[([a-z][a-z0-9-]+)\]\s*$", re.MULTILINE)
+_CODE = re.compile(r"^\[([a-z][a-z0-9_-]+)\]\s*$", re.MULTILINE)
 _OWN_TEXT = re.compile(r"^(?:error: |hint: )|\bonegraph\b", re.MULTILINE)
 
 
