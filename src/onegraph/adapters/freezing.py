@@ -45,5 +45,5 @@ def train_only(adapters: Adapters, names: Collection[str]) -> None:
 
 
 def _trained(slots: Slots, slot: int) -> dict[str, nn.Parameter]:
-    specs = slots.specs(slots.rank)
+    specs = slots.specs(None)  # what is trained doesn't depend on the rank
     return {name: parameter for name, parameter in slots.parameters(slot).items() if specs[name].trained}

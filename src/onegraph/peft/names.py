@@ -47,7 +47,12 @@ class Entry:
 
 def form_for(method: Method) -> PeftForm | None:
     """The table that a method is written by; None for what PEFT keeps in the model itself: biases and modules trained whole."""
-    return next((form for form in FORMS.values() if isinstance(without_bias(method), form.methods)), None)
+    return _form_of(type(without_bias(method)))
+
+
+@functools.cache
+def _form_of(kind: type[Method]) -> PeftForm | None:
+    return next((form for form in FORMS.values() if issubclass(kind, form.methods)), None)
 
 
 def entries(adapters: Adapters, adapter: str, config: PeftConfig) -> list[Entry]:
