@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onegraph import doctor as doctor
     from onegraph import errors as errors
+    from onegraph import explain as explain
     from onegraph.adapters import Adapters as Adapters
     from onegraph.adapters import adapters_of as adapters_of
     from onegraph.adapters import attach as attach
@@ -64,7 +65,7 @@ _PUBLIC = {
     "rank_masks": "onegraph.methods",
     "save": "onegraph.checkpoint",
 }
-_ROOMS = ("doctor", "errors")
+_ROOMS = ("doctor", "errors", "explain")
 
 __all__ = [
     "BOFT",
@@ -90,6 +91,7 @@ __all__ = [
     "compile",
     "doctor",
     "errors",
+    "explain",
     "load",
     "orthogonality",
     "rank_masks",
