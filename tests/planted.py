@@ -140,6 +140,20 @@ def _zero_input_gradient(run: Callable[..., Any], arguments: tuple[Any, ...]) ->
     return run(*(_NoGradient.apply(a) if type(a) is Tensor and a.requires_grad and a.is_leaf else a for a in arguments))
 
 
+class _LessGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 0.9
+
+
+def _small_gradient(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return run(*(_LessGradient.apply(a) if isinstance(a, nn.Parameter) and a.ndim == 2 else a for a in arguments))
+
+
 def _changed(change: Callable[[Tensor], Tensor], when: Callable[[Tensor], bool] = lambda _: True) -> Spoil:
     def spoil(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return tuple(change(out) if isinstance(out, Tensor) and when(out) else out for out in run(*arguments))
@@ -169,6 +183,7 @@ def _stale() -> Spoil:
 healthy = planted(lambda *_: False, lambda: _changed(lambda x: x))
 zeroes_one_gradient = planted(has_weight(8, 8), lambda: _zero_gradient((8, 8)))
 swaps_two_rows = planted(has("layer_norm"), lambda: _changed(_swapped, lambda x: x.shape[0] > 1))
+drops_a_tenth = planted(has("layer_norm"), lambda: _small_gradient)
 drops_a_scale = planted(has("mul"), lambda: _changed(lambda x: x * 2))
 wrong_at_another_shape = planted(has("tanh"), lambda: _changed(lambda x: x + 0.3, lambda x: x.shape[0] > ROWS))
 stale_weights = planted(has_weight(8, 8), _stale)

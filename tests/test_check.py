@@ -73,6 +73,20 @@ def test_a_fault_is_found_in_bf16_and_noise_is_not_one() -> None:
     assert report.comparison.eager_total_error > 1e-4  # the noise is there, and shown
 
 
+def test_a_tenth_too_small_is_no_noise_in_bf16() -> None:
+    """Eager's error and the share that passes are larger than this fault; it has a direction, and noise has none."""
+
+    def found(backend: str) -> Report:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).bfloat16()
+        return og.check(net, torch.randn(32, 6).bfloat16(), backend=backend)
+
+    wrong = found("planted:drops_a_tenth").comparison.faults
+    assert {"2.weight", "4.weight"} <= {row.name for row in wrong if row.scaled}
+    assert all(row.error <= row.allowed for row in wrong if row.scaled)
+    assert found("planted:healthy").right
+
+
 def test_the_training_run_alone_finds_stale_weights() -> None:
     report = checked("stale_weights", steps=4)
     assert report.comparison.right

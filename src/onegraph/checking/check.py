@@ -64,7 +64,7 @@ def check(
         say: Gets lines of progress.
 
     Raises:
-        ConfigurationError: ``nothing-trained``: no parameter requires a gradient; ``backend-not-found``.
+        ConfigurationError: ``nothing-trained``: no parameter requires a gradient; ``backend-not-found``; ``situation-unknown``.
         NumericsError: Eager itself gives NaN or infinity.
         CompileError: ``graph-break`` under ``fullgraph``, ``backend-failed``, ``recompile-limit``, ``not-compiled``.
     """
@@ -76,13 +76,14 @@ def check(
         )
     settings, backend_name = _with_backend(settings, overrides)
     subject = subject_of(model, batch, loss=loss, reference=reference)
+    chosen = _chosen(situations(subject), thorough) if thorough else []
     earlier = compiled_of(model)
     compiled = earlier if earlier is not None else compile(model, settings, **_drawn(subject, settings, overrides))
     backend_name = backend_name or str(compiled.settings.backend)
     run_length = steps if steps is not None else 20 if thorough else 0
     try:
         with _as_before(subject), explained(str(compiled.settings.backend)):
-            report = _measured(subject, compiled, backend_name, thorough=thorough, steps=run_length, name=name, say=say)
+            report = _measured(subject, compiled, backend_name, chosen, steps=run_length, name=name, say=say)
             if not report.agrees and (thorough if bisect is None else bisect):
                 culprit = _located(subject, compiled, report, backend_name, None if script is None else Path(script), say)
                 report = replace(report, culprit=culprit)
@@ -96,8 +97,8 @@ def _measured(
     subject: Subject,
     compiled: Compiled,
     backend_name: str,
+    chosen: Sequence[Situation],
     *,
-    thorough: bool | Sequence[str],
     steps: int,
     name: str,
     say: Callable[[str], None],
@@ -116,7 +117,7 @@ def _measured(
             training = train(subject, steps=steps)
         variations = [
             _with_dropout(subject, situation, compiled, say) if situation.random else _tried(subject, situation, say)
-            for situation in (_chosen(situations(subject), thorough) if thorough else ())
+            for situation in chosen
         ]
     finally:
         watch.stop()

@@ -11,6 +11,8 @@ import torch
 from onegraph.errors import MismatchError
 
 _LISTED = 10
+# Standard deviations: an error of relative size e in n elements, without direction, gives a factor of 1 +- e / sqrt(n).
+_CHANCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class Tolerance:
         absolute: Share of the typical norm of all gradients.
         total: Share of the norm of all gradients together, for their error together.
         loss: Share of the loss.
+        gain: How far from 1 a common factor of a gradient may be, beside eager's own and what noise of that size makes by chance; None: not
+            looked at. Noise has no direction: where it is larger than a fault, the factor still shows the fault.
     """
 
     eager_factor: float
@@ -33,6 +37,7 @@ class Tolerance:
     absolute: float
     total: float
     loss: float
+    gain: float | None = None
 
 
 TOLERANCES: dict[torch.dtype, Tolerance] = {
@@ -54,6 +59,8 @@ class GradientRow:
         error: Norm of compiled minus reference.
         eager_error: Norm of eager minus reference; 0 where eager is the reference.
         allowed: The largest error that passes.
+        gain: The factor by which the compiled gradient is the reference, <compiled, reference> / <reference, reference>.
+        gain_allowed: How far from 1 it may be.
     """
 
     name: str
@@ -62,16 +69,24 @@ class GradientRow:
     error: float
     eager_error: float
     allowed: float
+    gain: float = 1.0
+    gain_allowed: float = math.inf
+
+    @property
+    def scaled(self) -> bool:
+        """True when the whole gradient is too large or too small."""
+        return abs(self.gain - 1) > self.gain_allowed
 
     @property
     def wrong(self) -> bool:
-        """True when the error is too large, or not a number."""
-        return not self.error <= self.allowed
+        """True when the error is too large, or not a number, or when the whole gradient is scaled."""
+        return self.scaled or not self.error <= self.allowed
 
     def __str__(self) -> str:
         share = f"{self.error / self.norm:.1%}" if self.norm > 0 else "-"
         zero = ", compiled gradient is exactly zero" if self.compiled_norm == 0 and self.norm > 0 else ""
-        return f"{self.name}: norm {self.norm:.3g}, compiled {self.compiled_norm:.3g}, error {self.error:.3g} ({share}){zero}"
+        scaled = f", all of it times {self.gain:.3g}" if self.scaled and not zero else ""
+        return f"{self.name}: norm {self.norm:.3g}, compiled {self.compiled_norm:.3g}, error {self.error:.3g} ({share}){zero}{scaled}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +209,22 @@ def compare(
     for (name, (expected, compiled, eager)), norm in zip(gradients.items(), norms, strict=True):
         eager_error = _distance(eager, expected)
         allowed = tolerance.eager_factor * eager_error + tolerance.relative * norm + tolerance.absolute * typical
+        error = _distance(compiled, expected)
+        gain, gain_allowed = 1.0, math.inf
+        if tolerance.gain is not None and expected is not None and norm > tolerance.absolute * typical:
+            gain = _gain(compiled, expected)
+            by_chance = _CHANCE * error / norm / math.sqrt(expected.numel())
+            gain_allowed = tolerance.gain + tolerance.eager_factor * abs(_gain(eager, expected) - 1) + by_chance
         rows.append(
             GradientRow(
                 name=name,
                 norm=norm,
                 compiled_norm=_norm(compiled),
-                error=_distance(compiled, expected),
+                error=error,
                 eager_error=eager_error,
                 allowed=allowed,
+                gain=gain,
+                gain_allowed=gain_allowed,
             )
         )
     return Comparison(
@@ -223,6 +246,11 @@ def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> floa
     if found is None or expected is None:
         return _norm(expected if found is None else found)
     return float(torch.linalg.vector_norm(found.double() - expected.double()))
+
+
+def _gain(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    reference = expected.double().flatten()
+    return 0.0 if found is None else float(found.double().flatten() @ reference / (reference @ reference))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from onegraph.adapters import Adapted
-from onegraph.checking.comparison import TOLERANCES, Comparison, GradientRow, compare
+from onegraph.checking.comparison import TOLERANCES, Comparison, GradientRow, Tolerance, compare
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.step import compare_step
@@ -22,6 +22,7 @@ from onegraph.compiling import Recompile, Watch, eager
 from onegraph.errors import NumericsError
 
 Outcome = Literal["right", "wrong", "skipped"]
+_GAINS = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 Parameters = Callable[[Subject], Mapping[str, Tensor]]
 
 
@@ -146,6 +147,11 @@ def _dropouts(subject: Subject, situation: Situation) -> AbstractContextManager[
     return contextlib.nullcontext() if situation.random else without_model_dropout(subject.model)
 
 
+def tolerance_of(precision: torch.dtype) -> Tolerance:
+    """The one of the start of training, and a look at common factors where noise is large enough to hide them."""
+    return replace(TOLERANCES[precision], gain=_GAINS.get(precision))
+
+
 def skipped_in_eager(subject: Subject, situation: Situation) -> str:
     """Why eager itself can't be called like this, or nothing: then there is nothing to compare."""
     was_training = subject.model.training
@@ -181,6 +187,7 @@ def _trained(subject: Subject, situation: Situation) -> tuple[Comparison, list[G
         adapters=adapters,
         precision=subject.precision,
         reference=reference,
+        tolerance=tolerance_of(subject.precision),
         everywhere=situation.everywhere,
     )
     in_precision, compiled = recorded[0], recorded[-1]
@@ -227,12 +234,13 @@ def output_rows(
     prefix: str,
 ) -> list[GradientRow]:
     """Outputs weighed as gradients are, but for a tighter allowance: a share of the output's own norm."""
-    tolerance = TOLERANCES[precision]
+    tolerance = tolerance_of(precision)
     names = [name for name, tensor in expected.items() if tensor.numel()]
     weighed = compare(
         precision=precision,
         reference=precision,
         losses=(0.0, 0.0, 0.0),
+        tolerance=tolerance,
         gradients={
             prefix + name: (
                 _finite(expected[name], expected[name]),
@@ -242,17 +250,7 @@ def output_rows(
             for name in names
         },
     )
-    return [
-        GradientRow(
-            name=row.name,
-            norm=row.norm,
-            compiled_norm=row.compiled_norm,
-            error=row.error,
-            eager_error=row.eager_error,
-            allowed=tolerance.eager_factor * row.eager_error + tolerance.total * row.norm,
-        )
-        for row in weighed.rows
-    ]
+    return [replace(row, allowed=tolerance.eager_factor * row.eager_error + tolerance.total * row.norm) for row in weighed.rows]
 
 
 def _finite(found: Tensor | None, expected: Tensor) -> Tensor | None:
