@@ -17,7 +17,7 @@ from onegraph.checking.report import Report
 from onegraph.checking.script import write_script
 from onegraph.checking.situations import Situation, Variation, run, skipped_in_eager
 from onegraph.checking.step import gradients_kept, probe_values, without_dropout
-from onegraph.checking.subject import Subject, buffers_kept, subject_of
+from onegraph.checking.subject import Subject, buffers_kept, subject_of, without_model_dropout
 from onegraph.checking.train_run import train
 from onegraph.checking.variations import situations
 from onegraph.compiling import Compiled, CompileSettings, Watch, break_mark, breaks_since, compile, compiled_of, set_aside
@@ -159,7 +159,7 @@ def _chosen(known: list[Situation], wanted: bool | Sequence[str]) -> list[Situat
 
 
 def _again(subject: Subject) -> None:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_model_dropout(subject.model):
         subject.model.train()
         subject.loss(subject.call(subject.batch)).backward()  # type: ignore[no-untyped-call]
         subject.model.eval()

@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from onegraph.checking.comparison import GradientRow
 from onegraph.checking.report import Report
@@ -29,16 +30,15 @@ def gradients(report: Report) -> str:
     def draw(axes: Axes) -> None:
         places = range(len(rows))
         compiled = [_share(row.error, row) for row in rows]
-        axes.barh(
-            [place + 0.2 for place in places], compiled, 0.4, color=[_WRONG if row.wrong else _COMPILED for row in rows], label="compiled"
-        )
-        axes.barh([place - 0.2 for place in places], [_share(row.eager_error, row) for row in rows], 0.4, color=_EAGER, label="eager")
-        axes.plot([_share(row.allowed, row) for row in rows], places, "|", color=_ALLOWED, markersize=9, label="allowed")
+        axes.barh([place + 0.2 for place in places], compiled, 0.4, color=[_WRONG if row.wrong else _COMPILED for row in rows])
+        axes.barh([place - 0.2 for place in places], [_share(row.eager_error, row) for row in rows], 0.4, color=_EAGER)
+        marks = axes.plot([_share(row.allowed, row) for row in rows], places, "|", color=_ALLOWED, markersize=9, label="allowed")
         axes.set_yticks(list(places), [_short(row.name) for row in rows], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.set_xlabel("error as a share of the norm")
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
+        named = [Patch(color=_COMPILED, label="compiled"), Patch(color=_WRONG, label="compiled, wrong"), Patch(color=_EAGER, label="eager")]
+        axes.legend(handles=[*named, *marks], fontsize=7, frameon=False, loc="lower right")
 
     return _svg(draw, height=1.2 + 0.22 * len(rows))
 

@@ -151,7 +151,12 @@ _FIRST = "first compilation"
 
 def _described(metric: Any) -> Recompile:
     reason = metric.recompile_reason or (f"failed: {metric.fail_reason}" if metric.fail_reason else _FIRST)
-    return Recompile(function=_label(metric), reason=str(reason).strip())
+    return Recompile(function=_label(metric), reason=_guard(reason))
+
+
+def _guard(reason: object) -> str:
+    """What failed and where, without the stack that dynamo adds."""
+    return " ".join(str(reason).partition("User stack trace:")[0].split())
 
 
 def _label(code: Any) -> str:
@@ -160,7 +165,7 @@ def _label(code: Any) -> str:
 
 def _failed_guards() -> dict[str, tuple[str, ...]]:
     """Code -> every guard of it that failed, in order."""
-    return {_label(code): tuple(str(reason).strip() for reason in reasons) for code, reasons in dynamo_utils.guard_failures.items()}
+    return {_label(code): tuple(_guard(reason) for reason in reasons) for code, reasons in dynamo_utils.guard_failures.items()}
 
 
 def _unique_graphs() -> int:
