@@ -15,6 +15,7 @@ SIX = ["lora", "oft", "vera", "ia3", "loha", "hra"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # fourteen graphs, on a machine that may be busy
 def test_32_adapters_of_6_methods_under_random_actions() -> None:
     stress = Stress(seed=1, kinds=SIX, num_adapters=32)
     budget = stress.adapters.graphs
