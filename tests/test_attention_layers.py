@@ -441,7 +441,7 @@ def test_the_order_of_attaching_makes_no_difference(first: str) -> None:
 
 
 def test_state_dict_copies_and_moves() -> None:
-    model, adapters, x, _ = adapted("encoder-layer", LoRA(rank=2))
+    model, _, x, _ = adapted("encoder-layer", LoRA(rank=2))
     expected = model(x)
     torch.testing.assert_close(copy.deepcopy(model)(x), expected)
     other, _, _, _ = adapted("encoder-layer", LoRA(rank=2))
