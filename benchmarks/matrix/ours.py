@@ -11,7 +11,7 @@ import onegraph
 import onegraph.checkpoint
 from matrix import ours_files
 from matrix.session import Ours, Session, compare_with, copied, gradients, randomise, settings_of
-from matrix.work import DENSE, IDS, ROWS, Cell, NoSuchFeatureError, counted, defined, difference, differences
+from matrix.work import DENSE, FIRST_BLOCK, IDS, ROWS, Cell, NoSuchFeatureError, counted, defined, difference, differences
 from onegraph.compiling import Watch
 
 
@@ -35,7 +35,7 @@ def blocks(ours: Ours, cell: Cell, mode: str) -> None:
 
 def _first_block(cell: Cell, mode: str) -> None:
     if mode == "train":
-        cell.allowed, cell.note = 1, "the first block's input needs no gradient: one graph, the other blocks another"
+        cell.allowed, cell.note = 1, FIRST_BLOCK
 
 
 def before_attaching(ours: Ours, cell: Cell, mode: str) -> None:

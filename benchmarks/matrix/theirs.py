@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor
 
-from matrix.theirs_session import Session, further, of_adapter, randomised, taken
-from matrix.work import IDS, ROWS, Case, Cell, NoSuchFeatureError, counted, difference, differences, first_line, make_model
+from matrix.theirs_session import Session, compare_rows, further, of_adapter, randomised, taken
+from matrix.work import FIRST_BLOCK, IDS, ROWS, Case, Cell, NoSuchFeatureError, counted, difference, differences, first_line, make_model
 from onegraph.compiling import Watch
 
 
@@ -23,6 +22,7 @@ class Theirs:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.names = "a" if case.alone else "abc"
         self.fullgraph: bool | None = None
         self.why_not = ""
 
@@ -35,11 +35,16 @@ class Theirs:
                     Session(self.case, names="a").step(training=training)
             except Exception as error:
                 self.fullgraph, self.why_not = False, first_line(error)
-        session = Session(self.case, fullgraph=self.fullgraph, **arguments)
+        session = Session(self.case, fullgraph=self.fullgraph, **{"names": self.names, **arguments})
         session.step(training=mode == "train")
         for name in "abc":
             taken(session.model, name)
         return session
+
+    @property
+    def limit(self) -> str:
+        """What "b" is here, where it can't be what it is for onegraph."""
+        return '"b" has the rank of "a": two ranks fail' if self.case.one_rank else '"b" is on the layers of "a": others fail'
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -55,8 +60,15 @@ class Theirs:
         found(self, cell, mode)
         if self.why_not and cell.breaks is not None and feature not in {"whole", "blocks"}:
             cell.note = "; ".join(filter(None, [cell.note, "compiled with breaks: as a whole it doesn't"]))
-        if self.case.one_rank and feature in {"use", "add and delete", "dense alongside", "copies", "file", "to(dtype)"}:
-            cell.note = "; ".join(filter(None, [cell.note, "adapters of one rank: two can't be held at once"]))
+        if (self.case.one_rank or self.case.one_place) and feature in {
+            "use",
+            "add and delete",
+            "dense alongside",
+            "copies",
+            "file",
+            "to(dtype)",
+        }:
+            cell.note = "; ".join(filter(None, [cell.note, self.limit]))
         return cell
 
 
@@ -74,11 +86,11 @@ def whole(theirs: Theirs, cell: Cell, mode: str) -> None:
 def blocks(theirs: Theirs, cell: Cell, mode: str) -> None:
     _cold(theirs, cell, mode, "blocks")
     if mode == "train":
-        cell.allowed, cell.note = 1, "the first block's input needs no gradient: one graph, the other blocks another"
+        cell.allowed, cell.note = 1, FIRST_BLOCK
 
 
 def use(theirs: Theirs, cell: Cell, mode: str) -> None:
-    session = theirs.session(mode)
+    session = theirs.session(mode, names="abc")
     with Watch() as watch:
         for name in ("a", "b", "c", "b", "a"):
             session.use(name)
@@ -103,7 +115,10 @@ def scale(theirs: Theirs, cell: Cell, mode: str) -> None:
     with Watch() as watch:
         for factor in (0.5, -1.0, 1.0):
             for layer in layers:
-                layer.set_scale("a", factor)
+                try:
+                    layer.set_scale("a", factor)
+                except AttributeError as error:
+                    raise NoSuchFeatureError(f"set_scale: {first_line(error)}") from error
             output = session.step(training=mode == "train")
             alone = session.alone("a")
             for layer in [module for module in alone.modules() if hasattr(module, "set_scale")]:
@@ -204,31 +219,29 @@ def rows(theirs: Theirs, cell: Cell, mode: str) -> None:
     """Compiled as a whole, from the outside, where the hooks that hand the names on are seen."""
     session = Session(theirs.case, regions=None)
     session.model.train(mode == "train")
+    eager = Cell()
     try:
-        session.model(IDS, adapter_names=ROWS_OF[0])
+        compare_rows(session, eager, session.model(IDS, adapter_names=ROWS_OF[0]), ROWS_OF[0])
     except (TypeError, ValueError) as error:
         raise NoSuchFeatureError(f"adapter_names: {first_line(error)}") from error
+    if eager.verdict == "fail":
+        cell.see(eager.output_error)
+        cell.note = "adapter_names is taken and ignored without a word, eager too: it is for LoRA"
+        return
     session.model.compile(backend="aot_eager")
     with torch.set_grad_enabled(mode == "train"):
         for warm, assignment in enumerate(ROWS_OF):
             if warm == 1:
                 watch = Watch().start()
-            _compare_rows(session, cell, session.model(IDS, adapter_names=assignment), assignment)
+            compare_rows(session, cell, session.model(IDS, adapter_names=assignment), assignment)
     watch.stop()
     counted(cell, watch, warm=True)
     cell.note = f"adapter_names, {ROWS} rows, three assignments; the first compiles"
     warm_session, ignored = theirs.session(mode), Cell()
     with torch.set_grad_enabled(mode == "train"):
-        _compare_rows(warm_session, ignored, warm_session.model(IDS, adapter_names=ROWS_OF[0]), ROWS_OF[0])
+        compare_rows(warm_session, ignored, warm_session.model(IDS, adapter_names=ROWS_OF[0]), ROWS_OF[0])
     if ignored.verdict == "fail":
         cell.note += "; with the base model compiled and run once, the names are ignored without a word"
-
-
-def _compare_rows(session: Session, cell: Cell, output: Tensor, assignment: list[str]) -> None:
-    for name in dict.fromkeys(assignment):
-        places = [row for row, other in enumerate(assignment) if other == name]
-        expected, _ = session.expected(None if name == "__base__" else name, IDS[places], training=False)
-        cell.see(difference(output[places], expected))
 
 
 def merged(theirs: Theirs, cell: Cell, mode: str) -> None:
@@ -249,9 +262,15 @@ def combined(theirs: Theirs, cell: Cell, mode: str) -> None:
     session = Session(theirs.case, regions=None)
     if not hasattr(session.model.base_model, "add_weighted_adapter"):
         raise NoSuchFeatureError("add_weighted_adapter is for LoRA and IA3")
-    kind = "linear" if theirs.case.name == "ia3" else "svd"
-    options = {} if kind == "linear" else {"svd_rank": 16}
-    session.model.add_weighted_adapter(["a", "c"], [0.5, -1.5], "sum", combination_type=kind, **options)
+    try:
+        if theirs.case.name == "ia3":
+            session.model.add_weighted_adapter(["a", "c"], [0.5, -1.5], "sum")
+            cell.note = "the weighted sum of the gains, not of the changes"
+        else:
+            session.model.add_weighted_adapter(["a", "c"], [0.5, -1.5], "sum", combination_type="svd", svd_rank=16)
+            cell.note = "combination_type='svd'; of adapters on the same layers"
+    except TypeError as error:
+        raise NoSuchFeatureError(first_line(error)) from error
     session.use("sum")
     summed = copy.deepcopy(session.base)
     for name, weight in (("a", 0.5), ("c", -1.5)):
@@ -262,11 +281,10 @@ def combined(theirs: Theirs, cell: Cell, mode: str) -> None:
             ):
                 total += weight * (value - start)
     cell.see(difference(session.step(training=False), summed(IDS)))
-    cell.note = f"combination_type={kind!r}; of adapters on the same layers"
 
 
 def dense(theirs: Theirs, cell: Cell, mode: str) -> None:
-    session = theirs.session(mode, more={"modules_to_save": ["head"]})
+    session = theirs.session(mode, names="abc", more={"modules_to_save": ["head"]})
     with Watch() as watch:
         for name in ("a", "c", "b", "a"):
             session.use(name)
@@ -303,9 +321,9 @@ def to_dtype(theirs: Theirs, cell: Cell, mode: str) -> None:
     session.model.double()
     session.base.double()
     with Watch() as watch:
-        session.compare(cell, "a", mode)
-        session.use("b")
-        session.compare(cell, "b", mode)
+        for name in theirs.names[:2]:
+            session.use(name)
+            session.compare(cell, name, mode)
     counted(cell, watch, warm=True)
     cell.allowed = 1
 
@@ -314,7 +332,7 @@ def copies(theirs: Theirs, cell: Cell, mode: str) -> None:
     session = theirs.session("infer")
     for copy_of in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         again = copy_of(session.model).eval()
-        for name in ("a", "b"):
+        for name in theirs.names[:2]:
             again.set_adapter(name)
             expected, _ = session.expected(name, training=False)
             cell.see(difference(again(IDS), expected))
@@ -335,8 +353,8 @@ def state_dict(theirs: Theirs, cell: Cell, mode: str) -> None:
 def native_file(theirs: Theirs, cell: Cell, mode: str) -> None:
     session = theirs.session("infer")
     with tempfile.TemporaryDirectory() as folder:
-        session.model.save_pretrained(folder, selected_adapters=["a", "b"])
-        for name in ("a", "b"):
+        session.model.save_pretrained(folder, selected_adapters=list(theirs.names[:2]))
+        for name in theirs.names[:2]:
             model = PeftModel.from_pretrained(copy.deepcopy(session.base), str(Path(folder) / name)).eval()
             expected, _ = session.expected(name, training=False)
             cell.see(difference(model(IDS), expected))

@@ -123,3 +123,11 @@ def taken(model: Any, name: str) -> dict[str, Tensor]:
         found[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         parameter.grad = None
     return found
+
+
+def compare_rows(session: Session, cell: Cell, output: Tensor, assignment: list[str]) -> None:
+    """Each row against its adapter alone, eager."""
+    for name in dict.fromkeys(assignment):
+        places = [row for row, other in enumerate(assignment) if other == name]
+        expected, _ = session.expected(None if name == "__base__" else name, IDS[places], training=False)
+        cell.see(difference(output[places], expected))

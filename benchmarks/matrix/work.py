@@ -73,6 +73,8 @@ class Case:
         no_rank: Why an adapter of another rank is another graph, or can't be.
         no_peft: Why PEFT has nothing to compare with.
         one_rank: Whether PEFT can't hold adapters of two ranks at once; its "b" then has the rank of "a".
+        one_place: Whether it can't hold adapters on different layers; its "b" is then where "a" is.
+        alone: Whether it can't hold a second adapter at all.
         inner: The method inside, of one that stands beside another; the fields are its.
     """
 
@@ -85,6 +87,8 @@ class Case:
     no_rank: str | None = None
     no_peft: str = ""
     one_rank: bool = False
+    one_place: bool = False
+    alone: bool = False
     inner: str | None = None
 
     @property
@@ -105,7 +109,7 @@ class Case:
         """PEFT's configuration for the same adapter."""
         assert self.peft is not None
         second = self.second if name == "b" and not self.one_rank else {}
-        return self.peft({**self.first, **second, "targets": self.where(name)}, **more)
+        return self.peft({**self.first, **second, "targets": self.where("a" if self.one_place else name)}, **more)
 
 
 def _lora(f: Mapping[str, Any], **more: Any) -> Any:
@@ -196,10 +200,10 @@ CASES: dict[str, Case] = {
     for case in (
         Case("lora", **_RANKS, peft=_lora, dropout=("input_dropout", "lora_dropout")),
         Case("dora", **_RANKS, peft=_dora, dropout=("input_dropout", "lora_dropout")),
-        Case("with_bias", **_RANKS, peft=_with_bias, dropout=("input_dropout", "lora_dropout"), inner="lora"),
+        Case("with_bias", **_RANKS, peft=_with_bias, dropout=("input_dropout", "lora_dropout"), alone=True, inner="lora"),
         Case("adalora", **_RANKS, peft=_adalora, dropout=("input_dropout", "lora_dropout")),
         Case("ia3", peft=_ia3, no_rank="a gain has no rank"),
-        Case("norm_tuning", peft=_norm_tuning, targets=("norm",), no_rank="a norm's vectors have no rank"),
+        Case("norm_tuning", peft=_norm_tuning, one_place=True, targets=("norm",), no_rank="a norm's vectors have no rank"),
         Case("loha", **_RANKS, peft=_loha, dropout=("rank_dropout", "rank_dropout")),
         Case(
             "lokr",
@@ -359,3 +363,4 @@ def defined(
 
 
 DENSE = Dense()
+FIRST_BLOCK = "the first block's input needs no gradient: one graph, the other blocks another"
