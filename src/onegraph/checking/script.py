@@ -37,7 +37,6 @@ OPTIONS = {options!r}
 DYNAMIC = {dynamic!r}
 ALLOWED = {allowed!r}  # of the norm
 
-torch._dynamo.config.recompile_limit = 128
 saved = torch.load(Path(__file__).with_name("{data}"), weights_only=False)
 module = saved["module"]
 
