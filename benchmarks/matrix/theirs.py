@@ -6,6 +6,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,12 @@ class Theirs:
         return cell
 
 
-def _cold(theirs: Theirs, cell: Cell, mode: str, regions: str) -> None:
+def cold(theirs: Theirs, cell: Cell, mode: str, regions: str) -> None:
     session = Session(theirs.case, names="a", regions=regions)
     with Watch() as watch:
         session.compare(cell, "a", mode)
     counted(cell, watch, warm=False)
-
-
-def whole(theirs: Theirs, cell: Cell, mode: str) -> None:
-    _cold(theirs, cell, mode, "whole")
-
-
-def blocks(theirs: Theirs, cell: Cell, mode: str) -> None:
-    _cold(theirs, cell, mode, "blocks")
-    if mode == "train":
+    if regions == "blocks" and mode == "train":
         cell.allowed, cell.note = 1, FIRST_BLOCK
 
 
@@ -372,8 +365,8 @@ def bf16(theirs: Theirs, cell: Cell, mode: str) -> None:
 
 
 FEATURES: dict[str, Callable[[Theirs, Cell, str], None]] = {
-    "whole": whole,
-    "blocks": blocks,
+    "whole": partial(cold, regions="whole"),
+    "blocks": partial(cold, regions="blocks"),
     "use": use,
     "disabled": disabled,
     "scale": scale,
