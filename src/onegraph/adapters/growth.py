@@ -38,7 +38,7 @@ class Growth:
             slots.adopt(block)
 
     def reasons(self) -> list[str]:
-        """Why a compiled model will compile again; empty when it will not (more slots alone change no shape)."""
+        """Why a compiled model will compile again; empty when it will not. More slots alone change only a graph for rows."""
         reasons: list[str] = []
         ranks = sorted({f"{slots.rank} to {block.rank}" for slots, block in self.blocks if slots.rank != block.rank})
         if ranks:

@@ -17,7 +17,7 @@ from onegraph.checking.comparison import TOLERANCES
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.step import gradients_kept, without_dropout
-from onegraph.compiling import eager
+from onegraph.compiling import device_of, eager
 from onegraph.errors import ConfigurationError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -113,11 +113,6 @@ def precision_of(model: nn.Module, batch: Arguments) -> torch.dtype:
         dtypes.add(torch.get_autocast_dtype(device))
     known = [dtype if dtype in TOLERANCES else torch.bfloat16 for dtype in dtypes]
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -16,8 +16,8 @@ from onegraph.checking.comparison import TOLERANCES, Tolerance
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.step import probe_values, without_dropout
-from onegraph.checking.subject import Subject, device_of, without_model_dropout
-from onegraph.compiling import eager
+from onegraph.checking.subject import Subject, without_model_dropout
+from onegraph.compiling import device_of, eager
 
 # Of the norm of all weights that are trained: large enough that the loss moves in 20 steps, small enough for most landscapes.
 _FIRST_STEP = 0.02

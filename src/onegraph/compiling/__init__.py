@@ -9,6 +9,7 @@ from onegraph.compiling.protections import PROTECTIONS, Protection, protections_
 from onegraph.compiling.regions import Region, regions_of
 from onegraph.compiling.settings import CompileSettings, LaunchRecord, read_launch, resolve_settings
 from onegraph.compiling.toolchain import check_toolchain
+from onegraph.compiling.tuning import device_of
 from onegraph.compiling.watch import Recompile, Watch
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "compile",
     "compile_ahead",
     "compiled_of",
+    "device_of",
     "eager",
     "protections_for",
     "read_launch",

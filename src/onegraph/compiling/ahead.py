@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from onegraph.compiling.compile import Compiled, caller, eager
 from onegraph.compiling.regions import Region
 from onegraph.compiling.settings import CompileSettings
+from onegraph.compiling.tuning import device_of
 
 # Starting a worker takes as long as a few small compilations, so each should have this many.
 _JOBS_PER_WORKER = 4
@@ -164,7 +165,7 @@ def _captured(models: Sequence[Compiled], run: Callable[[], object]) -> Iterator
 
 
 def _job(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled) -> Job:
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     kind = device.type
     whole = compiled.settings.regions == "whole"
     return Job(

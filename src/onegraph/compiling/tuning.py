@@ -17,8 +17,8 @@ def tuned_options(backend: str, module: nn.Module) -> Mapping[str, Any]:
 
     - Less is kept for backward: see ``partition.py``.
     - On a CPU convolutions keep their layout. Inductor turns them to channels-last, frozen weights included, in every step: a residual
-      block of Stable Diffusion at 1280 channels then takes 1.5 times as long as eager in fp32 and 2.9 times in bf16, against 1.0 and 0.9
-      (``benchmarks/layout.py``).
+      block of Stable Diffusion at 1280 channels then takes 1.4 times as long as eager in fp32, against 1.0, and 2.9 times in bf16, against
+      2.0 in the same noisy run (``docs/results/layout.md``).
     """
     if backend != "inductor":
         return {}
