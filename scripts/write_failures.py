@@ -125,7 +125,8 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
+    written = pages()
     shutil.rmtree(FOLDER, ignore_errors=True)
-    for path, text in pages().items():
+    for path, text in written.items():
         (FOLDER / path).parent.mkdir(parents=True, exist_ok=True)
         (FOLDER / path).write_text(text, encoding="utf-8")

@@ -28,9 +28,13 @@ logging.getLogger("torch.__trace").propagate = False
 
 @pytest.fixture(autouse=True)
 def clean_start() -> Iterator[None]:
-    """The same random numbers for every test, and nothing left of what another test compiled."""
+    """The same random numbers for every test, and nothing left of what another test compiled or set (PEFT's BOFT sets CXX to gcc)."""
     torch.manual_seed(0)
+    environment = dict(os.environ)
     yield
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

@@ -72,6 +72,17 @@ def test_a_worker_that_fails_leaves_the_work_to_the_model(tmp_path: Path, monkey
     assert not any((tmp_path / "onegraph-ahead").glob("*"))
 
 
+@pytest.mark.inductor
+def test_the_reason_of_workers_that_fail_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    chain, compiled = make(8, "inductor")
+    said: list[str] = []
+    assert compile_ahead([compiled], lambda: chain(torch.randn(3, 4)), num_workers=2, say=said.append) == 0
+    assert said[1].startswith("8 of them are left to the model: ")
+    assert "InvalidCxxCompiler" in said[1]
+
+
 def test_modules_that_cannot_travel_are_left_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(nn.Linear):
         """Of a class made inside a function: pickle refuses it."""
@@ -88,9 +99,9 @@ def test_modules_that_cannot_travel_are_left_to_the_model(tmp_path: Path, monkey
 def test_equal_regions_are_one_job_and_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
 
-    def note(lots: list[list[Job]]) -> list[Job]:
+    def note(lots: list[list[Job]]) -> tuple[list[Job], str]:
         jobs.extend(job for lot in lots for job in lot)
-        return []
+        return [], ""
 
     monkeypatch.setattr("onegraph.compiling.ahead._work", note)
     monkeypatch.setattr("onegraph.compiling.ahead._JOBS_PER_WORKER", 1)

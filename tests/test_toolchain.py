@@ -67,6 +67,15 @@ def test_flags_that_break_the_compiler_are_used_in_the_trial(monkeypatch: pytest
     assert caught.value.code == "compiler-broken"
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_compiler_of_c_is_told_from_one_of_cxx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "gcc")
+    with pytest.raises(CompileError, match="leaves out the C\\+\\+ library") as caught:
+        check_toolchain(INDUCTOR)
+    assert caught.value.code == "compiler-for-c"
+    assert "unset CXX" in caught.value.hint
+
+
 @pytest.mark.parametrize("named", ["", "  ", "no-such-compiler -O2", "'g++"])
 def test_cxx_without_a_compiler_in_it(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", named)

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -120,7 +121,7 @@ def compile_ahead(
         models: What ``compile`` gave, before the first compiled call.
         run: Calls the models once, as they will be called; it is run eager, without gradients kept.
         num_workers: Processes; by default one for each core that this process may use, at most 8. Below 2 nothing is done.
-        say: Gets a line when workers are started.
+        say: Gets a line when workers are started, and one with the reason when they left something undone.
 
     Returns:
         How many regions were compiled; 0 where it doesn't pay: one core, few regions, another backend than inductor, a GPU (whose
@@ -140,7 +141,9 @@ def compile_ahead(
     if num_workers < 2:
         return 0
     say(f"compiling {len(jobs)} regions ahead in {num_workers} processes ...")
-    done = _work(_shared_out(jobs, num_workers))
+    done, reason = _work(_shared_out(jobs, num_workers))
+    if len(done) < len(jobs):
+        say(f"{len(jobs) - len(done)} of them are left to the model" + (f": {reason}" if reason else ""))
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for job in done:
@@ -210,8 +213,8 @@ def _shared_out(jobs: Sequence[Job], num_workers: int) -> list[list[Job]]:
     return lots
 
 
-def _work(lots: Sequence[Sequence[Job]]) -> list[Job]:
-    """Runs a worker process a lot; returns the jobs that were done."""
+def _work(lots: Sequence[Sequence[Job]]) -> tuple[list[Job], str]:
+    """Runs a worker process a lot; returns the jobs that were done, and why the first other one was not: the last line of its error."""
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(_cache_folder()),
@@ -220,29 +223,41 @@ def _work(lots: Sequence[Sequence[Job]]) -> list[Job]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done: list[Job] = []
+    reason = ""
     with tempfile.TemporaryDirectory(prefix="onegraph-ahead-") as folder:
         running: list[tuple[Sequence[Job], subprocess.Popen[str]]] = []
         try:
-            for number, lot in enumerate(lots):
+            for lot in lots:
                 packed = {job: data for job in lot if (data := _packed(job)) is not None}
                 if not packed:
                     continue
                 lot = list(packed)
-                file = Path(folder) / f"lot-{number}.pickle"
+                file = Path(folder) / f"lot-{len(running)}.pickle"
                 file.write_bytes(pickle.dumps(list(packed.values())))
                 command = [sys.executable, "-m", "onegraph.compiling.worker", str(file)]
-                running.append(
-                    (lot, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-                )
-            for lot, process in running:
+                with file.with_suffix(".errors").open("wb") as errors:
+                    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+                running.append((lot, process))
+            for number, (lot, process) in enumerate(running):
                 output, _ = process.communicate()
-                done += [lot[int(line)] for line in output.split() if line.isdigit() and int(line) < len(lot)]
+                mine = [lot[int(line)] for line in output.split() if line.isdigit() and int(line) < len(lot)]
+                done += mine
+                if len(mine) < len(lot) and not reason:
+                    reason = _last_error(Path(folder) / f"lot-{number}.errors")
         finally:
             for _, process in running:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-    return done
+    return done, reason
+
+
+def _last_error(file: Path) -> str:
+    """The line of the last exception in a worker's output, without what torch says below it."""
+    lines = [
+        line for line in file.read_text(errors="replace").splitlines() if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)
+    ]
+    return lines[-1][:300] if lines else ""
 
 
 def _packed(job: Job) -> bytes | None:

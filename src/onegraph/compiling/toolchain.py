@@ -23,7 +23,7 @@ def check_toolchain(settings: CompileSettings, *, device: str = "cpu") -> None:
 
     Raises:
         CompileError: ``compiler-missing``, ``compiler-with-flags``, ``python-headers-missing``, ``openmp-missing``, ``compiler-broken``,
-            ``cache-folder``, ``triton-missing``, each with the command that mends it.
+            ``compiler-for-c``, ``cache-folder``, ``triton-missing``, each with the command that mends it.
     """
     if settings.backend != "inductor":
         return

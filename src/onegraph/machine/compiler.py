@@ -16,9 +16,11 @@ from pathlib import Path
 
 from onegraph.errors import CompileError
 
+# A stream needs the C++ library: a C compiler (CXX=gcc) builds this and doesn't link it.
 _PROBE = """#include <Python.h>
 #include <omp.h>
-extern "C" int onegraph_probe() { return omp_get_max_threads(); }
+#include <sstream>
+extern "C" int onegraph_probe() { std::ostringstream text; text << omp_get_max_threads(); return std::stoi(text.str()); }
 """
 _NO_COMPILATION = "or train without compilation: --dynamo_backend=no"
 _SECONDS = 120
@@ -125,7 +127,7 @@ def build(compiler: Compiler, folder: Path) -> int:
         folder: Where it is built and loaded: code from inductor's cache folder must be loadable there.
 
     Raises:
-        CompileError: ``python-headers-missing``, ``openmp-missing``, ``compiler-broken``.
+        CompileError: ``python-headers-missing``, ``openmp-missing``, ``compiler-broken``, ``compiler-for-c``.
         OSError: The folder can't be written to, or code in it can't be loaded.
     """
     include = sysconfig.get_path("include")
@@ -153,10 +155,28 @@ def build(compiler: Compiler, folder: Path) -> int:
             else f"try the command by hand: {shlex.join(command)}, {_NO_COMPILATION}",
             code="openmp-missing" if missing_openmp else "compiler-broken",
         )
-    threads = int(ctypes.CDLL(str(library)).onegraph_probe())
+    try:
+        threads = int(ctypes.CDLL(str(library)).onegraph_probe())
+    except OSError as error:
+        if "undefined symbol" in str(error) or "symbol not found" in str(error):
+            raise _for_c(compiler, str(error)) from error
+        raise
     if threads < 1:
         raise CompileError("A freshly built library gave a wrong answer.", hint=_NO_COMPILATION, code="compiler-broken")
     return threads
+
+
+def _for_c(compiler: Compiler, said: str) -> CompileError:
+    named = shlex.join(compiler.command)
+    return CompileError(
+        f"{named} builds C++ but leaves out the C++ library: {said.rpartition(': ')[2].strip()} is undefined.",
+        why=f"{named} links programs as C. PEFT's BOFT leaves CXX=gcc behind on machines where its CUDA extension can't be built."
+        if compiler.named_by_cxx
+        else f"{named} links programs as C.",
+        hint=f"""{"unset CXX (in Python: os.environ.pop('CXX', None)), or " if compiler.named_by_cxx else ""}export CXX={_DEFAULT}, """
+        f"{_NO_COMPILATION}",
+        code="compiler-for-c",
+    )
 
 
 def _said(command: list[str]) -> str | None:
