@@ -12,14 +12,14 @@ from torch import nn
 from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.training.diffusion.configuration import OptimizerSettings
 from onegraph.training.diffusion.network import block_of
-from onegraph.training.diffusion.optimizers import (
+from onegraph.training.diffusion.parameter_groups import parameter_groups
+from onegraph.training.optimizers import (
     OPTIMIZERS,
     before_saving,
     before_training,
     find_optimizer,
     make_optimizer,
     optimizer_problems,
-    parameter_groups,
 )
 
 # dadaptation is not among the test requirements; the paged ones need CUDA

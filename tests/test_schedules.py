@@ -12,8 +12,8 @@ from torch import nn
 
 from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.training.diffusion.configuration import OptimizerSettings, ScheduleSettings
-from onegraph.training.diffusion.optimizers import make_optimizer
-from onegraph.training.diffusion.schedules import SCHEDULES, make_schedule, schedule_problems, steps_of
+from onegraph.training.optimizers import make_optimizer
+from onegraph.training.schedules import SCHEDULES, make_schedule, schedule_problems, steps_of
 
 STEPS = 20
 RATE = 0.5

@@ -114,7 +114,7 @@ def test_resuming_needs_the_random_generators(tiny: Ingredients, tmp_path: Path,
     """The negative control: dropout masks come from the global generator, and without it the weights differ."""
     flags = [*VARIED, "--max_train_steps=4", "--save_state", "--learning_rate=1e-2"]
     assert train(tiny.flags(tmp_path / "straight", *flags, "--save_every_n_steps=2")) == 0
-    monkeypatch.setattr("onegraph.training.diffusion.state.restore_random_states", lambda states: None)
+    monkeypatch.setattr("onegraph.training.state.restore_random_states", lambda states: None)
     assert train(tiny.flags(tmp_path / "second", *flags, f"--resume={tmp_path / 'straight' / 'at-step00000002-state'}")) == 0
     assert differ(tmp_path / "straight" / "last.safetensors", tmp_path / "second" / "last.safetensors")
 
@@ -281,8 +281,8 @@ def test_the_file_of_a_schedule_free_optimizer_holds_the_averaged_weights(
     flags = ["--max_train_steps=4", "--optimizer_type=AdamWScheduleFree", "--learning_rate=1e-2"]
     assert train(tiny.flags(tmp_path / "a", *flags, "--save_every_n_steps=2")) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("onegraph.training.diffusion.saving.before_saving", lambda optimizer: None)
-        patch.setattr("onegraph.training.diffusion.saving.before_training", lambda optimizer: None)
+        patch.setattr("onegraph.training.places.before_saving", lambda optimizer: None)
+        patch.setattr("onegraph.training.places.before_training", lambda optimizer: None)
         assert train(tiny.flags(tmp_path / "b", *flags)) == 0
     assert differ(tmp_path / "a" / "last.safetensors", tmp_path / "b" / "last.safetensors")
     # saving in between left no trace

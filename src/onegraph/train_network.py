@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from onegraph.cli.explain import offer
@@ -48,14 +49,15 @@ def _train(arguments: Sequence[str] | None) -> int:
         # the flags are read without torch: a mistake in them is reported at once
         from onegraph.compiling.failures import explained
         from onegraph.training.diffusion.groundwork import lay_groundwork
-        from onegraph.training.diffusion.launch import launched
         from onegraph.training.diffusion.loop import Loop
         from onegraph.training.diffusion.preparation import prepare
-        from onegraph.training.diffusion.saving import sole_writer
+        from onegraph.training.diffusion.saving import NETWORK_ENDING
+        from onegraph.training.launch import launched
+        from onegraph.training.places import sole_writer
 
         with _plain_warnings(), launched(configuration, label=flag_label) as launch:
             ground = lay_groundwork(launch, _say)
-            with sole_writer(configuration.saving):
+            with sole_writer(Path(configuration.saving.output_dir), configuration.saving.name, ending=NETWORK_ENDING):
                 prepared = prepare(ground, _say)
                 _say(str(prepared.warm_up))
                 _say(_plan_text(prepared))

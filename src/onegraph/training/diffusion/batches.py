@@ -23,7 +23,7 @@ from onegraph.training.diffusion.captions import vary_caption
 from onegraph.training.diffusion.dataset import Dataset, Example
 from onegraph.training.diffusion.images import load_image
 from onegraph.training.diffusion.latents import Encoding, LatentCache
-from onegraph.training.diffusion.streams import stream
+from onegraph.training.streams import stream
 
 Tokenize = Callable[[list[str]], Tensor]
 """Captions -> (B, chunks, 77) int64."""

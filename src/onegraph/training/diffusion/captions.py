@@ -11,7 +11,7 @@ from pathlib import Path
 from onegraph.errors import ConfigurationError, DataError, OnegraphError
 from onegraph.training.diffusion.folders import Subset
 from onegraph.training.diffusion.metadata import tag_frequency as count_tags
-from onegraph.training.diffusion.streams import stream
+from onegraph.training.streams import stream
 
 _SHOWN = 20
 

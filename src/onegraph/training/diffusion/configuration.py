@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from onegraph.errors import ConfigurationError, OnegraphError
+from onegraph.training.compile_flags import CompileFlags
+from onegraph.training.optimizers import OptimizerSettings as AnyOptimizer
+from onegraph.training.schedules import ScheduleSettings
 from onegraph.training.settings import range_problems, read_settings, setting
 
 
@@ -120,12 +123,9 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(AnyOptimizer):
     """The optimizer, its learning rates and its arguments."""
 
-    name: str = setting("AdamW", "optimizer, such as AdamW, AdamW8bit, Lion, Prodigy, Adafactor, or a dotted path to a class")
-    arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
-    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0, high=1e6)
     unet_lr: float | None = setting(None, "learning rate of the UNet's adapters; learning_rate when absent", low=0.0, high=1e6)
     text_encoder_lr: float | None = setting(
         None, "learning rate of the text encoder's adapters; learning_rate when absent", low=0.0, high=1e6
@@ -137,13 +137,6 @@ class OptimizerSettings:
     mid_lr_weight: float | None = setting(None, "learning-rate factor of the middle block; 0: not trained", low=0.0)
     up_lr_weight: tuple[float, ...] | None = setting(None, "learning-rate factor of each of the 12 output blocks; 0: not trained", low=0.0)
     block_lr_zero_threshold: float = setting(0.0, "blocks whose learning-rate factor is not above this get no adapter", low=0.0)
-
-    @property
-    def rate(self) -> float:
-        """The learning rate, its default filled in."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 1.0 if self.name.lower().startswith(("prodigy", "dadapt")) else 1e-4
 
     @property
     def block_lr_weights(self) -> tuple[float, ...] | None:
@@ -165,20 +158,13 @@ class OptimizerSettings:
         """The learning rate of the text encoder's adapters."""
         return self.rate if self.text_encoder_lr is None else self.text_encoder_lr
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
-    """How the learning rate moves. All counts are optimizer steps."""
-
-    name: str = setting("constant", "schedule, such as constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial")
-    type: str | None = setting(None, "dotted path to a torch LRScheduler class; wins over name")
-    arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the schedule")
-    warmup: float = setting(0, "warm-up: optimizer steps, or a share of the run when below 1", low=0)
-    decay: float = setting(0, "decay: optimizer steps, or a share of the run when below 1", low=0)
-    num_cycles: int = setting(1, "cycles of cosine_with_restarts", low=1)
-    power: float = setting(1.0, "power of polynomial", above=0.0)
-    timescale: int | None = setting(None, "timescale of inverse_sqrt in optimizer steps; the warm-up when absent", low=1)
-    min_lr_ratio: float | None = setting(None, "lowest learning rate over the highest", low=0.0, high=1.0)
+    def further_rates(self, *, one_rate: bool) -> Mapping[str, float]:
+        """Ratios, block factors and the rates of the two parts."""
+        names = [f"loraplus_{part}lr_ratio" for part in ("", "unet_", "text_encoder_")]
+        names += ["down_lr_weight", "mid_lr_weight", "up_lr_weight"]
+        if not (one_rate and self.unet_rate == self.text_encoder_rate):
+            names += ["unet_lr", "text_encoder_lr"]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,29 +201,6 @@ class PrecisionSettings:
 
     mixed_precision: str | None = setting(None, "autocast: as accelerate is configured when absent", choices=("no", "fp16", "bf16"))
     allow_fp16_on_cpu: bool = setting(False, "run fp16 on a CPU although bf16 is faster and safer there")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileFlags:
-    """What the flags say about compiling; None leaves it to accelerate's settings."""
-
-    check: str = setting(
-        "start",
-        "compare compiled with eager loss and gradients: never, on the first batch, or also on every new shape and at every save",
-        choices=("off", "start", "strict"),
-    )
-    regions: str | None = setting(None, "compile repeated blocks or the whole model", choices=("blocks", "whole"))
-    backend: str | None = setting(None, "torch.compile backend; no: run eager")
-    mode: str | None = setting(
-        None, "torch.compile mode", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-    )
-    dynamic: bool | None = setting(None, "one graph for all shapes (True), one a shape (False), or as torch decides")
-    fullgraph: bool | None = setting(None, "a graph break is an error")
-
-    def flags(self) -> dict[str, object]:
-        """What was said, for ``resolve_settings(environment, flags=...)``: names of CompileSettings' fields."""
-        said = {name: getattr(self, name) for name in ("backend", "mode", "dynamic", "fullgraph", "regions")}
-        return {name: value for name, value in said.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,10 +292,10 @@ class TrainingConfiguration:
     data: DataSettings = DataSettings()
     network: NetworkSettings = NetworkSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
-    schedule: ScheduleSettings = ScheduleSettings()
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     loss: LossSettings = LossSettings()
     precision: PrecisionSettings = PrecisionSettings()
-    compile: CompileFlags = CompileFlags()
+    compile: CompileFlags = field(default_factory=CompileFlags)
     saving: SavingSettings = SavingSettings()
     sampling: SamplingSettings = SamplingSettings()
     logging: LoggingSettings = LoggingSettings()

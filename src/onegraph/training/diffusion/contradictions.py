@@ -159,8 +159,8 @@ def _is_given(settings: TrainingConfiguration, path: str) -> bool:
 
 
 def _optimizer(settings: TrainingConfiguration, label: Label) -> Iterator[OnegraphError]:
-    from onegraph.training.diffusion.optimizers import optimizer_problems
-    from onegraph.training.diffusion.schedules import schedule_problems
+    from onegraph.training.optimizers import optimizer_problems
+    from onegraph.training.schedules import schedule_problems
 
     yield from optimizer_problems(settings.optimizer, label)
     yield from schedule_problems(settings.schedule, settings.optimizer, label)

@@ -15,11 +15,12 @@ from onegraph.training.diffusion.captions import CaptionSettings
 from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.diffusion.dataset import Dataset, build_dataset
 from onegraph.training.diffusion.folders import find_subsets
-from onegraph.training.diffusion.launch import Launch
+from onegraph.training.diffusion.resuming import FREEDOM
 from onegraph.training.diffusion.sample_prompts import read_sample_prompts
 from onegraph.training.diffusion.sampling import SamplePrompt
 from onegraph.training.diffusion.saving import SavePlan
-from onegraph.training.diffusion.state import SavedState, check_resumable, read_state
+from onegraph.training.launch import Launch
+from onegraph.training.state import SavedState, check_resumable, read_state
 
 Say = Callable[[str], None]
 
@@ -38,16 +39,16 @@ class Groundwork:
         started_at: Seconds since 1970.
     """
 
-    launch: Launch
+    launch: Launch[TrainingConfiguration]
     configuration: TrainingConfiguration
     seed: int
-    saved: SavedState | None
+    saved: SavedState[TrainingConfiguration] | None
     dataset: Dataset
     prompts: Sequence[SamplePrompt]
     started_at: float
 
 
-def lay_groundwork(launch: Launch, say: Say) -> Groundwork:
+def lay_groundwork(launch: Launch[TrainingConfiguration], say: Say) -> Groundwork:
     """Checks everything that needs no model: output folder, state, prompts, captions, images.
 
     Raises:
@@ -66,8 +67,8 @@ def lay_groundwork(launch: Launch, say: Say) -> Groundwork:
         make_folder(Path(configuration.saving.output_dir) / "sample")
     saved = None
     if configuration.run.resume is not None:
-        saved = read_state(Path(configuration.run.resume))
-        for line in check_resumable(saved, configuration):
+        saved = read_state(Path(configuration.run.resume), TrainingConfiguration)
+        for line in check_resumable(saved, configuration, FREEDOM):
             say(f"resuming with another setting, {line}")
     prompts = read_sample_prompts(configuration.sampling.prompts) if configuration.sampling.prompts else []
     dataset = _find_images(configuration)

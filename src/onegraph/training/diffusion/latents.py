@@ -19,7 +19,7 @@ from onegraph.checkpoint.atomic import atomic_write, make_folder
 from onegraph.errors import NumericsError
 from onegraph.training.diffusion.buckets import Placement
 from onegraph.training.diffusion.images import CheckedImage, Progress, load_image
-from onegraph.training.diffusion.streams import stream_seed
+from onegraph.training.streams import stream_seed
 
 FORMAT = "onegraph latents 1"
 """Part of every cache file; raise the number when images are loaded or encoded differently."""

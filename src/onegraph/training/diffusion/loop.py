@@ -24,12 +24,14 @@ from onegraph.compiling import Watch
 from onegraph.errors import NumericsError, OutputError
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.configuration import TrainingConfiguration
-from onegraph.training.diffusion.optimizers import before_training
 from onegraph.training.diffusion.recipe import Draws, Recipe
-from onegraph.training.diffusion.saving import SavePlan, When, evaluation_weights, remove
-from onegraph.training.diffusion.state import Position, Stateful, random_states, restore_random_states, save_state
+from onegraph.training.diffusion.saving import SavePlan, When
 from onegraph.training.interruption import Interruption
 from onegraph.training.metrics import MovingAverage, ProgressDisplay, TensorBoard, Timings
+from onegraph.training.optimizers import before_training
+from onegraph.training.places import evaluation_weights, remove
+from onegraph.training.randomness import random_states, restore_random_states
+from onegraph.training.state import Position, Stateful, save_state
 
 _NAMED = 5
 

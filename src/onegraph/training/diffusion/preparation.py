@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy
 import torch
 from PIL import Image
 from torch import nn
@@ -23,6 +22,7 @@ from onegraph.errors import ConfigurationError
 from onegraph.training.diffusion.base_model import BaseModel, load_base_model
 from onegraph.training.diffusion.batches import Batches
 from onegraph.training.diffusion.conditioning import check_clip_skip, tokenize
+from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.diffusion.dataset import Dataset
 from onegraph.training.diffusion.groundwork import Groundwork, Say
 from onegraph.training.diffusion.latents import LatentCache, default_cache_folder
@@ -30,16 +30,19 @@ from onegraph.training.diffusion.loop import Training
 from onegraph.training.diffusion.metadata import RunFacts, training_metadata
 from onegraph.training.diffusion.network import attach_networks, block_of, limit_norms
 from onegraph.training.diffusion.noise import NoiseSchedule
-from onegraph.training.diffusion.optimizers import make_optimizer, parameter_groups
+from onegraph.training.diffusion.parameter_groups import parameter_groups
 from onegraph.training.diffusion.recipe import Recipe
+from onegraph.training.diffusion.resuming import FREEDOM
 from onegraph.training.diffusion.sampling import sample
 from onegraph.training.diffusion.saving import SavePlan
-from onegraph.training.diffusion.schedules import make_schedule
-from onegraph.training.diffusion.state import SavedState, check_fingerprints, restore
-from onegraph.training.diffusion.streams import stream_seed
 from onegraph.training.diffusion.warm_up import WarmUp, compare, warm_up
 from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
+from onegraph.training.optimizers import make_optimizer
+from onegraph.training.randomness import seed_everything
+from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
+from onegraph.training.state import SavedState, check_fingerprints, restore
+from onegraph.training.streams import stream_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,13 +183,6 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     nn.Module.to(model, device=device, dtype=dtype)
 
 
-def seed_everything(seed: int) -> None:
-    """Every global random generator: torch on each device, Python, NumPy."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def draw_samples(ground: Groundwork, base: BaseModel, step: int, epoch: int) -> list[Path]:
     """Draws every prompt with the model as it is, eager; writes ``OUT/sample/{name}_{step}_{number}_{seed}.png``."""
     configuration = ground.configuration
@@ -280,7 +276,7 @@ def _fingerprints(ground: Groundwork, base: BaseModel) -> dict[str, str]:
         model = hashlib.sha256("".join(f"{path.relative_to(base.path)} {file_hash(path)}\n" for path in files).encode()).hexdigest()
     found = {"base model": model, "data set": ground.dataset.fingerprint}
     if ground.saved is not None:
-        check_fingerprints(ground.saved, found)
+        check_fingerprints(ground.saved, found, FREEDOM)
     return found
 
 
@@ -292,7 +288,7 @@ def _make_board(ground: Groundwork) -> TensorBoard | None:
     return TensorBoard(folder, dict(branches(ground.configuration)) | {"run.seed": ground.seed})
 
 
-def _require_steps_left(saved: SavedState, num_steps: int) -> None:
+def _require_steps_left(saved: SavedState[TrainingConfiguration], num_steps: int) -> None:
     if saved.position.step >= num_steps:
         raise ConfigurationError(
             f"{saved.folder} has {saved.position.step} of {num_steps} steps behind it: nothing is left to train.",
@@ -306,7 +302,7 @@ def _limit_norms(parts: Mapping[str, Adapters], largest: float) -> None:
         limit_norms(adapters, largest)
 
 
-def _resume(training: Training, saved: SavedState) -> None:
+def _resume(training: Training, saved: SavedState[TrainingConfiguration]) -> None:
     """Puts everything back; the random generators last, after all that may have used them."""
     restore(saved, parameters=training.parameters, training=training.stateful)
     training.position = saved.position

@@ -21,7 +21,7 @@ from onegraph.training.diffusion.batches import Batch
 from onegraph.training.diffusion.conditioning import encode
 from onegraph.training.diffusion.configuration import LossSettings
 from onegraph.training.diffusion.noise import Noised, NoiseSchedule, noised, sample_losses
-from onegraph.training.diffusion.streams import stream_seed
+from onegraph.training.streams import stream_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from onegraph.checkpoint.atomic import check_name, check_writable
 from onegraph.errors import OutputError
 from onegraph.training.diffusion.configuration import SavingSettings
-from onegraph.training.diffusion.optimizers import before_saving, before_training
 
 When = Literal["step", "epoch"]
 
@@ -116,74 +110,3 @@ class SavePlan:
     def _stem(self, when: When, number: int) -> str:
         name = self.settings.output_name or _UNNAMED[when]
         return f"{name}-step{number:08d}" if when == "step" else f"{name}-{number:06d}"
-
-
-def remove(paths: Iterable[Path]) -> None:
-    """Removes files and state folders; one that is gone already is fine."""
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def sole_writer(settings: SavingSettings) -> Iterator[None]:
-    """Inside it no other process can train under the same name in the same folder; the lock goes with the process, however it ends.
-
-    Raises:
-        OutputError: ``in-use``: another process does.
-    """
-    path = Path(settings.output_dir) / f".{settings.name}.lock"
-    descriptor = _locked(path)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
-
-
-def _locked(path: Path) -> int | None:
-    """The open file behind a lock; None where the disk knows no locks."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            process = os.read(descriptor, 20).decode() or "unknown"
-            os.close(descriptor)
-            name = path.name.removeprefix(".").removesuffix(".lock")
-            raise OutputError(
-                f"Another run writes {name}{NETWORK_ENDING} into {path.parent}: process {process}.",
-                why="The two would replace each other's files and states.",
-                hint=f"another --output_name or --output_dir, or end that run first: kill {process}",
-                code="in-use",
-            ) from error
-        except OSError:
-            os.close(descriptor)
-            return None
-        if os.fstat(descriptor).st_nlink:
-            with contextlib.suppress(OSError):  # a full disk keeps the lock all the same
-                os.truncate(descriptor, 0)
-                os.write(descriptor, str(os.getpid()).encode())
-            return descriptor
-        os.close(descriptor)  # its owner removed it between the two calls
-
-
-@contextlib.contextmanager
-def evaluation_weights(optimizer: object, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside it the parameters are those to save and to sample with; afterwards they are bit for bit what they were.
-
-    Only schedule-free optimizers, which have ``eval()`` and ``train()``, train at other points than they recommend to use.
-    """
-    before = {name: value.detach().clone() for name, value in parameters.items()} if hasattr(optimizer, "eval") else {}
-    before_saving(optimizer)
-    try:
-        yield
-    finally:
-        before_training(optimizer)
-        # going there and back again rounds: put the exact values back
-        with torch.no_grad():
-            for name, value in before.items():
-                parameters[name].copy_(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from onegraph.compiling.failures import explained
 from onegraph.errors import MismatchError
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.recipe import Draws, Recipe
-from onegraph.training.diffusion.state import random_states, restore_random_states
+from onegraph.training.randomness import nothing_changed
 
 LATENT_CHANNELS = 4
 PIXELS_PER_LATENT = 8
@@ -111,7 +110,7 @@ def warm_up(
             f"compiling with {settings.backend} ({origin}) for {done.num_shapes} image size{'' if done.num_shapes == 1 else 's'}, "
             f"seed {recipe.seed}; minutes the first time, seconds when the cache folder has it ..."
         )
-        with _nothing_changed(parameters), explained(settings.backend):
+        with nothing_changed(parameters.values()), explained(settings.backend):
             _compile_ahead(done, recipe, batches, say)
             for number, draws in enumerate(_one_of_each_size(recipe, batches)):
                 if check == "strict" or (check == "start" and number == 0):
@@ -179,15 +178,3 @@ def _with_latents(batch: Batch, latents: Tensor) -> Batch:
     return Batch(
         latents=latents, input_ids=batch["input_ids"], loss_weights=batch["loss_weights"], captions=batch["captions"], paths=batch["paths"]
     )
-
-
-@contextlib.contextmanager
-def _nothing_changed(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Afterwards the random generators are where they were, and no gradient is left."""
-    states = random_states()
-    try:
-        yield
-    finally:
-        restore_random_states(states)
-        for parameter in parameters.values():
-            parameter.grad = None

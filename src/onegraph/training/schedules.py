@@ -8,16 +8,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from onegraph.errors import ConfigurationError, OnegraphError, nearest
-from onegraph.training.diffusion.optimizers import check_argument_names, find_optimizer, load_class
-from onegraph.training.settings import parse_arguments
+from onegraph.training.optimizers import OptimizerSettings, check_argument_names, find_optimizer, load_class
+from onegraph.training.settings import parse_arguments, setting
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from onegraph.training.diffusion.configuration import OptimizerSettings, ScheduleSettings
-
 Label = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """How the learning rate moves. All counts are optimizer steps."""
+
+    name: str = setting("constant", "schedule, such as constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial")
+    type: str | None = setting(None, "dotted path to a torch LRScheduler class; wins over name")
+    arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the schedule")
+    warmup: float = setting(0, "warm-up: optimizer steps, or a share of the run when below 1", low=0)
+    decay: float = setting(0, "decay: optimizer steps, or a share of the run when below 1", low=0)
+    num_cycles: int = setting(1, "cycles of cosine_with_restarts", low=1)
+    power: float = setting(1.0, "power of polynomial", above=0.0)
+    timescale: int | None = setting(None, "timescale of inverse_sqrt in optimizer steps; the warm-up when absent", low=1)
+    min_lr_ratio: float | None = setting(None, "lowest learning rate over the highest", low=0.0, high=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

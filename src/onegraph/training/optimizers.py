@@ -10,15 +10,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from onegraph.errors import ConfigurationError, OnegraphError, nearest
-from onegraph.training.settings import parse_arguments
+from onegraph.training.settings import parse_arguments, setting
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
-    from onegraph.training.diffusion.configuration import OptimizerSettings
-
 Label = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The optimizer, its learning rate and its arguments."""
+
+    name: str = setting("AdamW", "optimizer, such as AdamW, AdamW8bit, Lion, Prodigy, Adafactor, or a dotted path to a class")
+    arguments: tuple[str, ...] = setting((), "name=value, each value a Python literal, for the optimizer's constructor")
+    learning_rate: float | None = setting(None, "learning rate; 1e-4 when absent, 1 for Prodigy and D-Adaptation", low=0.0, high=1e6)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, its default filled in."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1.0 if self.name.lower().startswith(("prodigy", "dadapt")) else 1e-4
+
+    def further_rates(self, *, one_rate: bool) -> Mapping[str, float]:
+        """Rates and ratios that were given beside the learning rate, by setting; with ``one_rate`` those only that differ from it."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,60 +200,9 @@ def _rate_problems(settings: OptimizerSettings, entry: OptimizerEntry, label: La
     own = f"{settings.name} finds its own step size"
     why = f"{own}, one for all parameters." if entry.one_rate else "With relative_step=True Adafactor computes the learning rate itself."
     hint = "leave it out" if entry.one_rate else f'leave it out, or add {label("optimizer.arguments")} "relative_step=False"'
-    ratios = (
-        "loraplus_lr_ratio",
-        "loraplus_unet_lr_ratio",
-        "loraplus_text_encoder_lr_ratio",
-        "down_lr_weight",
-        "mid_lr_weight",
-        "up_lr_weight",
-    )
-    for name in ratios:
-        value = getattr(settings, name)
-        if value is not None:
-            yield ConfigurationError(f"{name} is {value}, with optimizer {settings.name}", why=why, hint=hint, code="learning-rates")
-    for name in ("unet_lr", "text_encoder_lr"):
-        value = getattr(settings, name)
-        if value is not None and not (entry.one_rate and settings.unet_rate == settings.text_encoder_rate):
-            what = f"{label('optimizer.' + name)} is {value}, with optimizer {settings.name}"
-            yield ConfigurationError(what, why=why, hint=hint, code="learning-rates")
-
-
-def parameter_groups(
-    parameters: Mapping[str, Mapping[str, nn.Parameter]],
-    settings: OptimizerSettings,
-    *,
-    block_of: Callable[[str], int | None],
-) -> list[dict[str, Any]]:
-    """The parameters of each part with its learning rate, split for LoRA+ and for block learning rates.
-
-    Args:
-        parameters: part ("unet", "text_encoder") -> "path.parameter" -> Parameter.
-        settings: Learning rates, LoRA+ ratios, block factors.
-        block_of: UNet module path -> number of its block, 0 to 24, or None.
-
-    Returns:
-        Groups with ``params``, ``lr`` and a ``name`` for the logs, in an order that depends on nothing but the parameters' order.
-
-    Source: LoRA+ (Hayou et al. 2024, arXiv 2402.12354): the up matrices learn faster than the down matrices.
-    """
-    ratios = {
-        "unet": settings.loraplus_unet_lr_ratio or settings.loraplus_lr_ratio,
-        "text_encoder": settings.loraplus_text_encoder_lr_ratio or settings.loraplus_lr_ratio,
-    }
-    rates = {"unet": settings.unet_rate, "text_encoder": settings.text_encoder_rate}
-    weights = settings.block_lr_weights
-    groups: dict[str, dict[str, Any]] = {}
-    for part, named in parameters.items():
-        for path, parameter in named.items():
-            name, rate = part, rates[part]
-            block = block_of(path.rpartition(".")[0]) if part == "unet" and weights is not None else None
-            if block is not None and weights is not None:
-                name, rate = f"{name} block {block:02d}", rate * weights[block]
-            if ratios[part] is not None and path.endswith(".up"):
-                name, rate = f"{name} up", rate * cast(float, ratios[part])
-            groups.setdefault(name, {"params": [], "lr": rate, "name": name})["params"].append(parameter)
-    return list(groups.values())
+    for name, value in settings.further_rates(one_rate=entry.one_rate).items():
+        what = f"{label('optimizer.' + name)} is {value}, with optimizer {settings.name}"
+        yield ConfigurationError(what, why=why, hint=hint, code="learning-rates")
 
 
 def make_optimizer(settings: OptimizerSettings, groups: Sequence[dict[str, Any]], *, label: Label = str) -> Optimizer:

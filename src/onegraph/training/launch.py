@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -15,17 +16,43 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 from torch.amp import GradScaler
 
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_settings
-from onegraph.errors import ConfigurationError
-from onegraph.training.diffusion.configuration import TrainingConfiguration
+from onegraph.errors import ConfigurationError, OnegraphError
+from onegraph.training.compile_flags import CompileFlags
 
 Label = Callable[[str], str]
+
+
+class Precise(Protocol):
+    """The part of a configuration that says what is computed in."""
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """``no``, ``fp16``, ``bf16``, or None for what accelerate says."""
+
+
+class Launchable(Protocol):
+    """A configuration that a run can be started with: a frozen dataclass with these branches."""
+
+    @property
+    def precision(self) -> Precise:
+        """A frozen dataclass."""
+
+    @property
+    def compile(self) -> CompileFlags:
+        """What it says about compiling."""
+
+    def problems(self, device: str | None = None, *, label: Label = str) -> list[OnegraphError]:
+        """All that is wrong with it."""
+
+
+C = TypeVar("C", bound=Launchable)
 
 PRECISIONS: Mapping[str, torch.dtype] = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The names of mixed precision -> what is computed in."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(Generic[C]):
     """Where and how a run computes.
 
     Args:
@@ -37,7 +64,7 @@ class Launch:
         label: How a setting is called in messages: "run.seed" -> "--seed".
     """
 
-    configuration: TrainingConfiguration
+    configuration: C
     device: torch.device
     precision: torch.dtype
     scaler: GradScaler | None
@@ -51,7 +78,9 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launched(configuration: TrainingConfiguration, environment: Mapping[str, str] | None = None, *, label: Label = str) -> Iterator[Launch]:
+def launched(
+    configuration: C, environment: Mapping[str, str] | None = None, *, label: Label = str, program: str = "-m onegraph.train_network"
+) -> Iterator[Launch[C]]:
     """Reads accelerate's settings and checks them, the compiler included, before anything is loaded.
 
     accelerate is told not to compile: what ``accelerate config`` says about dynamo is read here, and the models are compiled in place.
@@ -61,7 +90,7 @@ def launched(configuration: TrainingConfiguration, environment: Mapping[str, str
         CompileError: A backend that can't run, a missing compiler.
     """
     environment = os.environ if environment is None else environment
-    _require_one_process(environment)
+    _require_one_process(environment, program)
     mixed = configuration.precision.mixed_precision or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() or "no"
     if mixed not in PRECISIONS:
         raise ConfigurationError(
@@ -70,7 +99,8 @@ def launched(configuration: TrainingConfiguration, environment: Mapping[str, str
             hint="--mixed_precision=bf16",
             code="bad-value",
         )
-    configuration = replace(configuration, precision=replace(configuration.precision, mixed_precision=mixed))
+    precision = replace(cast(Any, configuration.precision), mixed_precision=mixed)
+    configuration = cast(C, replace(cast(Any, configuration), precision=precision))
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in {"1", "true", "yes"} or not torch.accelerator.is_available()
     if problems := configuration.problems("cpu" if on_cpu else None, label=label):
         raise ConfigurationError.collected(problems)
@@ -108,12 +138,12 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _require_one_process(environment: Mapping[str, str]) -> None:
+def _require_one_process(environment: Mapping[str, str], program: str) -> None:
     count = environment.get("WORLD_SIZE", "1")
     if count not in ("", "1"):
         raise ConfigurationError(
             f"accelerate started {count} processes.",
             why="Training in several processes is not supported yet.",
-            hint="accelerate launch --num_processes=1 --num_machines=1 -m onegraph.train_network ...",
+            hint=f"accelerate launch --num_processes=1 --num_machines=1 {program} ...",
             code="several-processes",
         )

@@ -9,36 +9,63 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from onegraph.errors import CheckpointError, ConfigurationError, OutputError
-from onegraph.training.diffusion.configuration import ScheduleSettings, TrainingConfiguration
-from onegraph.training.diffusion.schedules import SCHEDULES
-from onegraph.training.settings import branches
+from onegraph.training.randomness import random_states, restore_random_states
+from onegraph.training.schedules import SCHEDULES, ScheduleSettings
+from onegraph.training.settings import branches, read_settings
 
 FORMAT_VERSION = 1
 
-FREE_BRANCHES = frozenset({"saving", "sampling", "logging", "compile", "notes"})
-"""Branches of the settings that change no weight (compiling: only their rounding)."""
 
-FREE_SETTINGS = frozenset(
-    {"run.resume", "run.seed", "model.path", "model.tokenizer", "model.config", "data.train_data_dir", "data.reg_data_dir"}
-    | {"data.skip_bad_images", "data.num_workers", "data.cache_latents_to_disk"}
-)
-"""Settings that may change: where things are (fingerprints say whether they are still the same), and how they are read."""
+class Seeded(Protocol):
+    """The part of a configuration that says which seed."""
 
-LENGTH_SETTINGS = frozenset({"run.max_train_steps", "run.max_train_epochs"})
+    @property
+    def seed(self) -> int | None:
+        """As given."""
+
+
+class Resumable(Protocol):
+    """A configuration whose run can be resumed: a tree of dataclasses with these two branches."""
+
+    @property
+    def schedule(self) -> ScheduleSettings:
+        """How the learning rate moves."""
+
+    @property
+    def run(self) -> Seeded:
+        """How long, and from which seed."""
+
+
+C = TypeVar("C", bound=Resumable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freedom:
+    """Which settings may differ between a state and the run that goes on from it.
+
+    Args:
+        branches: Branches that change no weight (compiling: only their rounding).
+        settings: Settings that say where things are and how they are read; fingerprints say whether they are still the same.
+        length: Settings of the run's length; free with a schedule that doesn't depend on it.
+        start_over: What to do instead, for a hint.
+    """
+
+    branches: frozenset[str]
+    settings: frozenset[str]
+    length: frozenset[str]
+    start_over: str = "start a new run"
 
 
 class Stateful(Protocol):
@@ -69,27 +96,29 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedState:
+class SavedState(Generic[C]):
     """What ``state.json`` holds, read and checked."""
 
     folder: Path
     position: Position
-    configuration: TrainingConfiguration
+    configuration: C
     seed: int
     fingerprints: Mapping[str, str]
     losses: Sequence[float]
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_state(
     folder: Path,
     *,
     position: Position,
-    configuration: TrainingConfiguration,
+    configuration: Resumable,
     seed: int,
     fingerprints: Mapping[str, str],
     parameters: Mapping[str, Tensor],
     training: Mapping[str, Stateful],
     losses: Sequence[float] = (),
+    notes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a state; a process killed on the way leaves an older state of that name whole.
 
@@ -99,6 +128,7 @@ def save_state(
         parameters: Adapter parameters by name, saved in their own precision.
         training: Optimizer, schedule and scaler by name.
         losses: The recent losses, so that the shown average goes on.
+        notes: What else the loop goes on from; plain JSON.
 
     Raises:
         OutputError: ``state-not-written``; nothing is left under the final name but what was there before.
@@ -106,11 +136,12 @@ def save_state(
     record = {
         "format": FORMAT_VERSION,
         "position": dataclasses.asdict(position),
-        "configuration": json.loads(configuration.to_json()),
+        "configuration": dataclasses.asdict(configuration),  # type: ignore[call-overload]
         "seed": seed,
         "fingerprints": dict(fingerprints),
         "parameters": list(parameters),
         "losses": list(losses),
+        "notes": dict(notes or {}),
         "torch": torch.__version__,
     }
 
@@ -123,8 +154,12 @@ def save_state(
     return write_folder(folder, write)
 
 
-def read_state(folder: Path) -> SavedState:
+def read_state(folder: Path, kind: type[C]) -> SavedState[C]:
     """Reads ``state.json`` of a state folder; the tensors are read by ``restore``.
+
+    Args:
+        folder: What ``save_state`` wrote.
+        kind: The dataclass of its configuration.
 
     Raises:
         CheckpointError: ``state-not-found``, ``state-incomplete``, ``state-format``.
@@ -150,10 +185,11 @@ def read_state(folder: Path) -> SavedState:
         return SavedState(
             folder=folder,
             position=Position(**record["position"]),
-            configuration=TrainingConfiguration.from_json(json.dumps(record["configuration"])),
+            configuration=read_settings(kind, record["configuration"]),
             seed=int(record["seed"]),
             fingerprints=record["fingerprints"],
             losses=record["losses"],
+            notes=record.get("notes", {}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -161,7 +197,7 @@ def read_state(folder: Path) -> SavedState:
         ) from error
 
 
-def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> list[str]:
+def check_resumable(saved: SavedState[C], configuration: C, freedom: Freedom) -> list[str]:
     """Compares the settings of a state with today's; returns one line for each harmless difference.
 
     The run's length may change only with a constant schedule: any other one has its shape from the length.
@@ -175,12 +211,12 @@ def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> 
     before = dict(branches(saved.configuration))
     for path, new in branches(configuration):
         old = before[path]
-        if old == new or path in FREE_SETTINGS:
+        if old == new or path in freedom.settings:
             continue
         line = f"{path}: {old!r} in the state, {new!r} now"
-        if path in LENGTH_SETTINGS and schedule_has_length:
+        if path in freedom.length and schedule_has_length:
             fatal.append(f"{line} (the {configuration.schedule.name} schedule depends on the length of the run)")
-        elif path in LENGTH_SETTINGS or path.partition(".")[0] in FREE_BRANCHES:
+        elif path in freedom.length or path.partition(".")[0] in freedom.branches:
             harmless.append(line)
         else:
             fatal.append(line)
@@ -190,7 +226,7 @@ def check_resumable(saved: SavedState, configuration: TrainingConfiguration) -> 
         raise ConfigurationError(
             f"{saved.folder} belongs to a run with other settings:\n  " + "\n  ".join(fatal),
             why="A resumed run must end exactly as the run would have ended that was never stopped.",
-            hint="give the settings of the state, or start a new run from its weights with --network_weights",
+            hint=f"give the settings of the state, or {freedom.start_over}",
             code="resume-differs",
         )
     return harmless
@@ -202,19 +238,19 @@ def _depends_on_length(settings: ScheduleSettings) -> bool:
     return entry is None or entry.total or 0 < settings.warmup < 1 or 0 < settings.decay < 1
 
 
-def check_fingerprints(saved: SavedState, fingerprints: Mapping[str, str]) -> None:
+def check_fingerprints(saved: SavedState[C], fingerprints: Mapping[str, str], freedom: Freedom) -> None:
     """Raises ConfigurationError (``resume-differs``) when the base model or the data set is another one than the state's."""
     changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
     if changed:
         raise ConfigurationError(
             f"{saved.folder} belongs to a run with another {' and another '.join(changed)}.",
             why="A resumed run must end exactly as the run would have ended that was never stopped.",
-            hint="put back what was changed, or start a new run from its weights with --network_weights",
+            hint=f"put back what was changed, or {freedom.start_over}",
             code="resume-differs",
         )
 
 
-def restore(saved: SavedState, *, parameters: Mapping[str, Tensor], training: Mapping[str, Stateful]) -> None:
+def restore(saved: SavedState[C], *, parameters: Mapping[str, Tensor], training: Mapping[str, Stateful]) -> None:
     """Puts the adapters, optimizer, schedule, scaler and random generators back, in place.
 
     Raises:
@@ -236,7 +272,7 @@ def restore(saved: SavedState, *, parameters: Mapping[str, Tensor], training: Ma
         raise CheckpointError(
             f"The state {saved.folder} does not fit this run: {', '.join(wrong[:5])}{more}.",
             why="They are in one of the two only, or have other shapes.",
-            hint="give the network settings of the run that wrote it",
+            hint="give the settings of the adapters of the run that wrote it",
             code="state-differs",
         )
     with torch.no_grad():
@@ -245,35 +281,6 @@ def restore(saved: SavedState, *, parameters: Mapping[str, Tensor], training: Ma
     for name, part in training.items():
         part.load_state_dict(states[name])
     restore_random_states(generators)
-
-
-def random_states() -> dict[str, Any]:
-    """The state of every global random generator: torch (each device), Python, NumPy."""
-    version, words, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = numpy.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
-            "place": int(place),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Puts back what ``random_states`` read."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
-        torch.cuda.set_rng_state_all(states["cuda"])
-    python, generator = states["python"], states["numpy"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-    keys = generator["keys"].numpy().astype(numpy.uint32)
-    numpy.random.set_state((generator["kind"], keys, generator["place"], generator["has_gauss"], generator["cached"]))
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -350,4 +357,4 @@ def _states_beside(folder: Path) -> str:
     found += [path for path in ([folder.with_name(f".{folder.name}.old")]) if (path / "state.json").is_file()]
     if found:
         return "states there: " + ", ".join(str(path) for path in found[:5])
-    return "states are written by --save_state, as folders whose names end in -state"
+    return "states are folders whose names end in -state; a run writes them with save_state"
