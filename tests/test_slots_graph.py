@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from onegraph.adapters import Adapters, attach
-from onegraph.methods import LoRA
+from onegraph.methods import LoRA, VeRA
 
 RANKS = {f"adapter-{rank}": rank for rank in (4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16)}
 TARGETS = ["embed", "query", "up", "conv"]
@@ -322,3 +322,32 @@ def test_one_dynamic_graph_for_all_batch_sizes() -> None:
             adapters.use(name)
             model(torch.randint(0, 16, (rows, positions))).sum().backward()
     assert graphs.count == 1
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_adapters_on_narrower_layers_share_the_graph_of_projections_for_wider_ones(reserved: bool) -> None:
+    def plain() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 5))
+
+    x = torch.randn(3, 6)
+    model = plain()
+    adapters = attach(model, VeRA(rank=8), targets=["0", "2"] if not reserved else ["4"], name="first")
+    if reserved:
+        adapters.reserve(method=VeRA(rank=8), targets=["0", "2", "4"])
+    graphs = compiled(model)
+    model(x)
+    before = graphs.count
+    adapters.add("narrow", VeRA(rank=4), targets=["4"] if reserved else ["2"])
+    path = "4" if reserved else "2"
+    adapters.use("narrow")
+    adapters.parameters()[f"{path}.gain_up"].data.fill_(1.0)
+    alone = plain()
+    attach(alone, VeRA(rank=4), targets=[path]).parameters()[f"{path}.gain_up"].data.fill_(1.0)
+    torch.testing.assert_close(model(x), alone(x))
+    assert adapters.tensors("narrow")[""]["projection_down"].shape == (4, 9 if reserved else 20)
+    assert graphs.count == before
+    # the other way round the shared tensors have to grow, and the first adapter keeps its own
+    adapters = attach(alone, VeRA(rank=4), targets=["0", "2", "4"], name="wide")
+    adapters.use("default")
+    torch.testing.assert_close(alone(x), model(x))

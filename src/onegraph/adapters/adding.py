@@ -81,7 +81,8 @@ class Addition:
                 for setting, value in entry.method.settings(entry.layer).items():
                     slots.set(slot, setting, value)
             if part.shared is not None:
-                part.shared.write(slot, max((e.rank for e in part.entries if e.rank is not None), default=None), part.initial_shared)
+                rank = max((entry.rank for entry in part.entries if entry.rank is not None), default=None)
+                part.shared.write(slot, rank, part.initial_shared, part.entries[0].method)
         return self.record
 
 
@@ -152,9 +153,12 @@ def _part(
     num_slots = state.num_slots if state.free else 2 * state.num_slots
     floor = max((asked for asked in (state.capacity, capacity) if asked is not None), default=None)
     ranks = {entry.path: entry.rank for entry in entries}
-    growth = grow(layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor, shared=state.shared)
+    method = entries[0].method
+    growth = grow(
+        layers.items(), structure, num_slots=num_slots, settings=kept, ranks=ranks, floor=floor, shared=state.shared, sizes=method
+    )
     first = weights[entries[0].path]
-    shared, method = state.shared, entries[0].method
+    shared = state.shared
     if shared is None and method.shared_parameters():
         largest = max((rank for rank in ranks.values() if rank is not None), default=None)
         shared = Slots(
@@ -165,6 +169,7 @@ def _part(
             settings=(),
             dtype=_dtype_of(first, dtype),
             device=first.device,
+            sizes=structure.with_room_for(method),
         )
     fresh = {
         entry.path: Slots(

@@ -44,6 +44,8 @@ class Growth:
         if ranks:
             reasons.append(f"the capacity grows from rank {', '.join(ranks)}")
         new = {name for slots, block in self.blocks for name in block.settings_memory if name not in slots.block.settings_memory}
+        if any(slots.block.sizes != block.sizes for slots, block in self.blocks):
+            reasons.append("the tensors that all layers share get larger")
         if new:
             reasons.append(f"it is the first to use {', '.join(sorted(new))}")
         return reasons
@@ -58,6 +60,7 @@ def grow(
     ranks: Mapping[str, int | None],
     floor: int | None,
     shared: Slots | None = None,
+    sizes: Method | None = None,
 ) -> Growth:
     """Larger blocks where a layer of the structure needs one.
 
@@ -69,13 +72,16 @@ def grow(
         ranks: Path -> rank wanted there.
         floor: A capacity wanted everywhere.
         shared: Tensors that the layers have in common; they have the layers' largest rank.
+        sizes: A method that these must have room for.
     """
     blocks: list[tuple[Slots, Block]] = []
     if shared is not None:
         wanted = max((rank for rank in ranks.values() if rank is not None), default=None)
         rank = grown_rank(shared.rank, wanted, floor)
-        if (rank, num_slots) != (shared.rank, shared.num_slots):
-            blocks.append((shared, shared.grown(num_slots, rank, ())))
+        present = shared.block.sizes
+        sizes = present if sizes is None else present.with_room_for(sizes)
+        if (rank, num_slots, sizes) != (shared.rank, shared.num_slots, present):
+            blocks.append((shared, shared.grown(num_slots, rank, (), sizes)))
     for path, layer in layers:
         slots = layer.structures.get(structure)
         if slots is None:

@@ -41,6 +41,6 @@ class Record:
         """Structure -> the adapter's method, for the structures whose layers have tensors in common."""
         found: dict[Method, Method] = {}
         for path, structure in self.structures.items():
-            if structure not in found and structure.shared_parameters():
+            if structure not in found and self.methods[path].shared_parameters():
                 found[structure] = self.methods[path]
         return found

@@ -28,6 +28,7 @@ class Block:
 
     num_slots: int
     rank: int | None
+    sizes: Method  # the structure, for shared tensors with the sizes that hold every adapter's
     shapes: dict[str, tuple[int, ...]]
     memory: dict[str, Tensor]  # parameters: (S, numel rounded up)
     settings_memory: dict[str, Tensor]  # (S, alignment), the first element of each row is used
@@ -80,6 +81,7 @@ class Slots:
         settings: Names of the settings kept.
         dtype: Of the parameters. Settings are float32, or float64 with float64 parameters.
         device: Where both live.
+        sizes: For tensors that all layers have in common: the structure with the sizes that they need.
     """
 
     def __init__(
@@ -92,12 +94,13 @@ class Slots:
         settings: Iterable[str],
         dtype: torch.dtype,
         device: torch.device,
+        sizes: Method | None = None,
     ) -> None:
         self.structure = structure
         self.layer = layer
         self.dtype = dtype
         self.device = device
-        self.block = self._allocate(num_slots, rank, settings)
+        self.block = self._allocate(num_slots, rank, settings, structure if sizes is None else sizes)
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
         self._batch: object = None
         self._leaves: dict[str, Tensor] = {}
@@ -115,15 +118,15 @@ class Slots:
         """Capacity."""
         return self.block.rank
 
-    def specs(self, rank: int | None) -> dict[str, ParameterSpec]:
-        """The tensors at a rank."""
-        method = self.structure.with_rank(rank)
+    def specs(self, rank: int | None, sizes: Method | None = None) -> dict[str, ParameterSpec]:
+        """The tensors at a rank; with the sizes of the storage, or those of one adapter."""
+        method = (self.block.sizes if sizes is None else sizes).with_rank(rank)
         return method.shared_parameters() if self.layer is None else method.parameters(self.layer)
 
-    def identity(self, rank: int | None) -> dict[str, Tensor]:
+    def identity(self, rank: int | None, sizes: Method | None = None) -> dict[str, Tensor]:
         """What a slot without an adapter holds."""
         if self.layer is None:
-            return {name: torch.zeros(spec.shape) for name, spec in self.specs(rank).items()}
+            return {name: torch.zeros(spec.shape) for name, spec in self.specs(rank, sizes).items()}
         return self.structure.with_rank(rank).identity(self.layer)
 
     def parameters(self, slot: int) -> dict[str, nn.Parameter]:
@@ -192,23 +195,23 @@ class Slots:
             self.block.parameter(name, slot).copy_(identity[name])
 
     @torch.no_grad()
-    def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of a true rank into a slot; the rest of each is zero."""
-        specs = self.specs(rank)
+    def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor], sizes: Method | None = None) -> None:
+        """Copy tensors of a true rank (and true sizes) into a slot; the rest of each is zero."""
+        specs = self.specs(rank, sizes)
         for name, value in tensors.items():
             _fill(self.block.parameter(name, slot), specs[name], value)
 
-    def read(self, slot: int, rank: int | None) -> dict[str, Tensor]:
-        """The tensors of a slot, cut to a true rank: views where the layout allows."""
-        specs = self.specs(rank)
+    def read(self, slot: int, rank: int | None, sizes: Method | None = None) -> dict[str, Tensor]:
+        """The tensors of a slot, cut to a true rank (and true sizes): views where the layout allows."""
+        specs = self.specs(rank, sizes)
         return {name: _cut(self.block.parameter(name, slot), specs[name]) for name in self.block.shapes}
 
     @torch.no_grad()
-    def grown(self, num_slots: int, rank: int | None, settings: Iterable[str]) -> Block:
+    def grown(self, num_slots: int, rank: int | None, settings: Iterable[str], sizes: Method | None = None) -> Block:
         """A larger block with the same contents. Nothing changes before ``adopt``."""
-        block = self._allocate(num_slots, rank, settings)
+        block = self._allocate(num_slots, rank, settings, self.block.sizes if sizes is None else sizes)
         old = self.specs(self.rank)
-        identity = self.identity(rank)
+        identity = self.identity(rank, block.sizes)
         for name in block.shapes:
             for slot in range(num_slots):
                 if slot < self.num_slots:
@@ -260,13 +263,13 @@ class Slots:
             for slot in range(self.num_slots):
                 self._clear(slot)
 
-    def _allocate(self, num_slots: int, rank: int | None, settings: Iterable[str]) -> Block:
-        shapes = {name: spec.shape for name, spec in self.specs(rank).items()}
+    def _allocate(self, num_slots: int, rank: int | None, settings: Iterable[str], sizes: Method) -> Block:
+        shapes = {name: spec.shape for name, spec in self.specs(rank, sizes).items()}
         precision = torch.float64 if self.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
             memory = {name: _zeros(num_slots, math.prod(shape), self.dtype, self.device) for name, shape in shapes.items()}
             device = _settings_device(self.device)
-            return Block(num_slots, rank, shapes, memory, {name: _zeros(num_slots, 1, precision, device) for name in settings})
+            return Block(num_slots, rank, sizes, shapes, memory, {name: _zeros(num_slots, 1, precision, device) for name in settings})
 
     def __getstate__(self) -> dict[str, Any]:
         """Storage only: copies and pickles tie their own Parameters to it."""
@@ -283,7 +286,10 @@ def _settings_device(device: torch.device) -> torch.device:
 
 
 def _cut(padded: Tensor, spec: ParameterSpec) -> Tensor:
-    """The part of a padded tensor that a spec of a smaller rank fills."""
+    """The part of a padded tensor that a spec of a smaller rank, or of smaller sizes, fills."""
+    for axis, size in enumerate(spec.shape):
+        if axis not in spec.rank_axes:
+            padded = padded.narrow(axis, 0, size)
     for axis in spec.rank_axes:
         size = spec.shape[axis] // spec.rank_blocks
         if spec.rank_blocks == 1:

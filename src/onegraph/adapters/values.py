@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.adapted import Adapted
-from onegraph.adapters.checks import check_finite, check_tensors, merged_error, unknown_adapter, unknown_setting
+from onegraph.adapters.checks import check_finite, check_tensors, merged_error, sharded_error, unknown_adapter, unknown_setting
 from onegraph.adapters.growth import Structure
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.records import Record
@@ -36,6 +36,7 @@ class AdapterValues:
         self._merged: dict[str, float] = {}
         self._rows: tuple[str | None, ...] | None = None
         self._surgery = Surgery(model)
+        self.listeners: list[Callable[[], None]] = []
 
     # What is there
 
@@ -98,8 +99,21 @@ class AdapterValues:
             for path, method in record.methods.items()
         }
         for structure, method in record.shared().items():
-            found.setdefault(SHARED, {}).update(self._shared(structure).read(record.slots[structure], _rank(method)))
+            found.setdefault(SHARED, {}).update(self._shared(structure).read(record.slots[structure], _rank(method), method))
         return found
+
+    def running_parameters(self) -> Iterator[nn.Parameter]:
+        """What a backward pass can reach now: the trained Parameters of the active adapter and of those in ``rows``."""
+        for name in {self._active, *(self._rows or ())} & set(self._records):
+            yield from self.parameters(name).values()
+
+    def storages(self) -> Iterator[Slots]:
+        """The storage of every structure on every layer, and what its layers have in common."""
+        for layer in self.layers.values():
+            yield from layer.structures.values()
+        for state in self._structures.values():
+            if state.shared is not None:
+                yield state.shared
 
     # Values
 
@@ -127,7 +141,7 @@ class AdapterValues:
         for structure, method in shared.items():
             given = tensors.get(SHARED, {})
             own = {key: given[key] for key in method.shared_parameters() if key in given}
-            self._shared(structure).write(record.slots[structure], _rank(method), own)
+            self._shared(structure).write(record.slots[structure], _rank(method), own, method)
 
     def setting_names(self, name: str) -> list[str]:
         """The settings that an adapter's structures keep."""
@@ -182,7 +196,7 @@ class AdapterValues:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is outside of the rows that the original is inside of: its layers are, too."""
-        return {**self.__dict__, "_rows": None}
+        return {**self.__dict__, "_rows": None, "listeners": []}
 
     def _write_setting(self, record: Record, setting: str, values: Mapping[str, float]) -> None:
         """Without any check; merged adapters too, whose weights hold nothing random."""
@@ -192,6 +206,14 @@ class AdapterValues:
     def _alive(self) -> None:
         if self._surgery.undone:
             raise AdapterError("these adapters were detached from their model", hint="attach new ones", code="detached")
+        for path, layer in self.layers.items():
+            if layer.replaced_parameters():
+                raise sharded_error(path)
+
+    def _changed(self) -> None:
+        """Tell those who listen that other Parameters may run now."""
+        for call in self.listeners:
+            call()
 
     def _record(self, name: str) -> Record:
         self._alive()

@@ -68,6 +68,10 @@ class Method(ABC):
         """The tensors that all layers of an adapter have in common, of a method that ``settled`` has seen."""
         return {}
 
+    def with_room_for(self, other: Method) -> Self:
+        """The method whose shared tensors hold this one's and those of another one of the same structure, padded with zeros."""
+        return self
+
     def settings(self, layer: Layer) -> dict[str, float]:
         """Scalars of one adapter on this layer, kept as 0-d tensors; only those that are used. 0 must mean "without effect" for each.
 

@@ -44,7 +44,7 @@ class VeRA(Method):
 
     name: ClassVar[str] = "vera"
     kinds: ClassVar[frozenset[str]] = frozenset({"linear"})
-    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "d_initial", "projection_key", "input_dropout"})
+    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "d_initial", "projection_key", "input_dropout", "in_width", "out_width"})
     random_settings: ClassVar[frozenset[str]] = frozenset({"input_dropout"})
 
     rank: int = 256
@@ -81,6 +81,12 @@ class VeRA(Method):
             "projection_down": ParameterSpec(shape=(self.rank, in_width), rank_axes=(0,), trained=False),
             "projection_up": ParameterSpec(shape=(out_width, self.rank), rank_axes=(1,), trained=False),
         }
+
+    def with_room_for(self, other: Method) -> Self:
+        """With the larger widths: a layer reads only as much of A and B as it is wide."""
+        assert isinstance(other, VeRA)
+        wide = {name: max(getattr(self, name) or 0, getattr(other, name) or 0) or None for name in ("in_width", "out_width")}
+        return dataclasses.replace(self, **wide)  # type: ignore[arg-type]
 
     def settings(self, layer: Layer) -> dict[str, float]:
         """``scale``, and the dropout where it is used."""
