@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from onegraph.adapters import Adapters as Adapters
     from onegraph.adapters import adapters_of as adapters_of
     from onegraph.adapters import attach as attach
+    from onegraph.adoption import adopt as adopt
     from onegraph.checking import check as check
     from onegraph.checkpoint import load as load
     from onegraph.checkpoint import save as save
@@ -57,6 +58,7 @@ _PUBLIC = {
     "VBLoRA": "onegraph.methods",
     "VeRA": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
+    "adopt": "onegraph.adoption",
     "attach": "onegraph.adapters",
     "check": "onegraph.checking",
     "compile": "onegraph.compiling",
@@ -86,6 +88,7 @@ __all__ = [
     "VBLoRA",
     "VeRA",
     "adapters_of",
+    "adopt",
     "attach",
     "check",
     "compile",

@@ -1,0 +1,38 @@
+"""What hangs in a wrapper of PEFT's in the place of the model that was taken out of it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from onegraph.adoption.refusals import AdoptedError
+
+
+class Emptied(nn.Module):
+    """Anything asked of it is an error that says where the model is: without it, PEFT's switches would do nothing, silently."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            AdoptedError: ``adopted``.
+        """
+        raise refusal("called")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise refusal(f"asked for {name!r}") from None
+
+
+def refusal(use: str) -> AdoptedError:
+    """The error for a use of an emptied wrapper."""
+    return AdoptedError(
+        f"a wrapper of PEFT's was {use} after the adapters in it were adopted",
+        why="The model was taken out of it: what it switches isn't there any longer.",
+        hint="use what adopt() returned: adapters.model is the model, adapters.use(name) and adapters.disabled() switch",
+    )

@@ -1,0 +1,115 @@
+"""Which of PEFT's adapters run: the same question asked of every layer, and one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onegraph.adoption.reading import adapters_on
+from onegraph.adoption.refusals import few, undecided
+from onegraph.adoption.sites import Site
+from onegraph.methods import Method
+
+
+@dataclass(frozen=True)
+class State:
+    """What PEFT's layers do now.
+
+    Args:
+        active: The adapters that run, in the order in which they are added up.
+        merged: Those that are written into the weights.
+        disabled: Whether the base model alone runs.
+    """
+
+    active: tuple[str, ...]
+    merged: tuple[str, ...]
+    disabled: bool
+
+
+def state_of(sites: Sequence[Site]) -> State:
+    """The state of all layers together.
+
+    Raises:
+        AdapterError: ``adopt-state`` where they differ.
+    """
+    own: list[tuple[str, set[str], list[str], list[str] | None]] = []
+    disabled: dict[bool, str] = {}
+    for site in sites:
+        for layer in site.theirs:
+            present = adapters_on(site)
+            own.append((site.path, present, _active(layer, present), _merged(layer, present)))
+            disabled.setdefault(bool(getattr(layer, "disable_adapters", False)), site.path)
+    if len(disabled) > 1:
+        raise undecided(
+            f"PEFT's layer at {disabled[True]} is disabled, the one at {disabled[False]} isn't",
+            hint="enable or disable all of them: peft_model.base_model.enable_adapter_layers()",
+        )
+    active = tuple(dict.fromkeys(name for _, _, names, _ in own for name in names))
+    merged = tuple(dict.fromkeys(name for _, _, _, names in own for name in names or ()))
+    for what, names, lists in (
+        ("active", active, [(path, present, now) for path, present, now, _ in own]),
+        ("merged", merged, [(path, present, now) for path, present, _, now in own if now is not None]),
+    ):
+        differing = [path for path, present, now in lists if set(now) != present & set(names)]
+        if differing:
+            raise undecided(
+                f"{' and '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'} {what} on some of their layers only,"
+                f" not on {few(differing)}",
+                why="Here an adapter is on or off as a whole.",
+                hint="peft_model.set_adapter(name)" if what == "active" else "peft_model.unmerge_adapter()",
+            )
+    found = State(active, merged, True in disabled)
+    _check_copies(found, sites)
+    return found
+
+
+def _active(layer: nn.Module, present: Collection[str]) -> list[str]:
+    """PEFT knows one name or a list of them; those that a layer has nothing of don't count."""
+    named: Any = getattr(layer, "active_adapters", [])
+    return [name for name in ([named] if isinstance(named, str) else named) if name in present]
+
+
+def _merged(layer: nn.Module, present: Collection[str]) -> list[str] | None:
+    """None for modules that are trained whole: they are never merged."""
+    if "modules_to_save" in layer._modules:
+        return None
+    return [name for name in getattr(layer, "merged_adapters", []) if name in present]
+
+
+def _check_copies(state: State, sites: Sequence[Site]) -> None:
+    """PEFT merges no module that is trained whole: it goes on to follow what is active."""
+    copied = {name for site in sites if site.wrapper is not None for name in adapters_on(site)}
+    differing = (set(state.active) ^ set(state.merged)) & copied
+    if state.merged and not state.disabled and differing:
+        raise undecided(
+            f"{few([repr(name) for name in state.merged])} merged, and other adapters are active with modules trained whole",
+            hint="peft_model.unmerge_adapter()",
+        )
+
+
+def check_sums(state: State, methods: Mapping[str, Mapping[str, Method]]) -> None:
+    """What PEFT does with several adapters at once is their sum only where the change of each depends on nothing else.
+
+    Args:
+        state: Of the layers.
+        methods: Adapter -> module path -> method.
+
+    Raises:
+        AdapterError: ``adopt-state`` with the layers.
+    """
+    for what, names in (("active", state.active), ("merged", state.merged)):
+        if state.disabled or len(names) < 2:
+            continue
+        paths = dict.fromkeys(path for name in names for path in methods[name])
+        for path in paths:
+            there = [(name, methods[name][path]) for name in names if path in methods[name]]
+            if len(there) > 1 and not all(method.additive for _, method in there):
+                first = next(method for _, method in there if not method.additive)
+                raise undecided(
+                    f"{' and '.join(repr(name) for name, _ in there)} are {what} at once on {path}, with {first.name}",
+                    why="PEFT applies one to the result of the other, which is no sum of the two.",
+                    hint="activate one: peft_model.set_adapter(name)" if what == "active" else "peft_model.unmerge_adapter()",
+                )
