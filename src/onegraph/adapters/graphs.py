@@ -10,7 +10,10 @@ from onegraph.methods import Method
 
 @dataclass(frozen=True)
 class Graphs:
-    """How many graphs each compiled region can come to for inputs of one shape, whatever is switched, disabled, rescaled or merged.
+    """How many graphs each compiled region can come to for inputs of one kind, whatever is switched, disabled, rescaled or merged.
+
+    A kind of input is its shape and dtype, and in training whether it needs a gradient: blocks that share a compilation are two kinds, the
+    first, whose input comes from frozen layers alone, and the others. ``no_grad`` and ``inference_mode`` are two kinds of inference.
 
     Args:
         assignments: Adapters that run the same graph, together; one entry a graph.
@@ -44,6 +47,7 @@ class Graphs:
     def __str__(self) -> str:
         if not self.assignments:
             return "no adapter: the base model's own graphs"
-        lines = [f"for each compiled region and input shape at most {self.training} in training, {self.inference} in inference:"]
+        lines = [f"for each compiled region and kind of input at most {self.training} in training, {self.inference} in inference:"]
         lines += [f"  {', '.join(names)}" for names in self.assignments]
-        return "\n".join([*lines, "and, with rows(), one more of each"])
+        lines += ["and, with rows(), one more of each", "(a kind: the shape, and in training whether it needs a gradient: a first block's doesn't)"]
+        return "\n".join(lines)
