@@ -92,6 +92,13 @@ class Adapted(nn.Module):
             rows.append((structure, [storage.rows(index, slots, batch) for storage in storages]))
         self._rows = rows
 
+    def replaced_parameters(self) -> dict[str, nn.Parameter]:
+        """Our own Parameters of the active slot that others hang in the place of: FSDP2, for one, puts its pieces there."""
+        own = dict(self.slots.parameters(self.slot)) if self.structures else {}
+        if self.structures and self._method in self.shared:
+            own |= self.shared[self._method].parameters(self._shared_slot)
+        return {name: own[name] for name, present in self._parameters.items() if name in own and present is not own[name]}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The adapted layer's output, in the base layer's dtype."""
         base: nn.Module = self._modules[BASE]  # type: ignore[assignment]

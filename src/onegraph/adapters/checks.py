@@ -59,6 +59,17 @@ def unknown_adapter(name: str, known: Collection[str]) -> OnegraphError:
     return AdapterError(f"there is no adapter {name!r}", hint=f"did you mean {close[0]!r}?" if close else there, code="unknown-adapter")
 
 
+def sharded_error(path: str) -> AdapterError:
+    """The error for adapters whose Parameters were replaced from outside."""
+    return AdapterError(
+        f"the adapter's Parameters on {path!r} were replaced: fully_shard, FSDP or the like has put its own there",
+        why="An adapter that is cut in pieces can be trained, but not switched, read or written like this.",
+        hint="shard(model) of onegraph.distributed, before accelerator.prepare, keeps adapters whole; to save this one all the same, do it "
+        "inside onegraph.distributed.gathered(model), which every process enters",
+        code="adapters-sharded",
+    )
+
+
 def unknown_setting(method: str, setting: str, known: Collection[str]) -> OnegraphError:
     """The error for a setting that isn't there."""
     return AdapterError(

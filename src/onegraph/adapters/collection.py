@@ -62,6 +62,7 @@ class Adapters(AdapterValues):
                 self.layers[path].activate(structure, slot if path in record.methods else 0, slot)
         self._active = name
 
+        self._changed()
     def _assignment(self, record: Record) -> dict[str, Method]:
         """The structure that each layer runs with an adapter: its own, or as the identity one that the adapter has elsewhere."""
         return {
@@ -132,6 +133,7 @@ class Adapters(AdapterValues):
 
     def scale(self, name: str, factor: float) -> None:
         """Let an adapter act with ``factor`` times the strength it was trained with; 1 puts it back.
+        self._changed()
 
         Raises:
             AdapterError: ``unknown-adapter``; ``not-finite-value``.
