@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onegraph import cache as cache
     from onegraph import doctor as doctor
     from onegraph import errors as errors
     from onegraph import explain as explain
@@ -67,7 +68,7 @@ _PUBLIC = {
     "rank_masks": "onegraph.methods",
     "save": "onegraph.checkpoint",
 }
-_ROOMS = ("doctor", "errors", "explain")
+_ROOMS = ("cache", "doctor", "errors", "explain")
 
 __all__ = [
     "BOFT",
@@ -90,6 +91,7 @@ __all__ = [
     "adapters_of",
     "adopt",
     "attach",
+    "cache",
     "check",
     "compile",
     "doctor",

@@ -16,6 +16,7 @@ from onegraph.cli.explain import offer
 from onegraph.errors import OnegraphError
 
 VERBS = {
+    "cache": "what inductor compiled before: shown, packed for another machine, cleared",
     "check": "a model compiled against eager: is it right?",
     "doctor": "what is here, what would be compiled, and what to do about it",
     "explain": "what an error means, and what to do about it",

@@ -147,18 +147,26 @@ class _Count:
             self._read(path)
 
     def _read(self, path: Path) -> None:
-        """One pickled graph: which torch wrote it, and whether it is whole. It is not unpickled: that would run it."""
-        try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                whole = content[-1:] == b"."  # where every pickle ends
-                found = _WRITTEN_BY.search(content)
-                version = found.group(1).decode() if found is not None else ""
-        except (OSError, ValueError):  # not ours to read; empty
-            self.unreadable += 1
-            return
+        """One pickled graph: which torch wrote it, and whether it is whole."""
+        version, whole = _pickled(path)
         self.unreadable += not whole
         if version:
             self.written_by[version] = self.written_by.get(version, 0) + 1
+
+
+def written_by(path: Path) -> str:
+    """The torch that wrote a graph; "" when it doesn't say so."""
+    return _pickled(path)[0]
+
+
+def _pickled(path: Path) -> tuple[str, bool]:
+    """The torch that wrote a pickled graph, and whether the graph is whole. It is not unpickled: that would run it."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = _WRITTEN_BY.search(content)
+            return (found.group(1).decode() if found is not None else ""), content[-1:] == b"."  # where every pickle ends
+    except (OSError, ValueError):  # not ours to read; empty
+        return "", False
 
 
 def _existing(path: Path) -> Path:

@@ -1,0 +1,23 @@
+"""Inductor's cache folder: what is in it, taken to another machine of the same kind, and cleared of what is of no use."""
+
+from onegraph.cache.clear import Cleared, clear, prune
+from onegraph.cache.contents import Contents, contents
+from onegraph.cache.kind import Difference, MachineKind, differences, machine_kind
+from onegraph.cache.pack import Packed, pack
+from onegraph.cache.unpack import Unpacked, unpack
+
+__all__ = [
+    "Cleared",
+    "Contents",
+    "Difference",
+    "MachineKind",
+    "Packed",
+    "Unpacked",
+    "clear",
+    "contents",
+    "differences",
+    "machine_kind",
+    "pack",
+    "prune",
+    "unpack",
+]
