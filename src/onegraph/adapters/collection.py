@@ -14,6 +14,7 @@ from onegraph.adapters.adding import prepare
 from onegraph.adapters.checks import check_finite, check_name, check_rows, merged_error, no_rows_error
 from onegraph.adapters.combine import Combination, combine
 from onegraph.adapters.files import file_functions
+from onegraph.adapters.generating import repeated_by_generate
 from onegraph.adapters.graphs import Graphs
 from onegraph.adapters.growth import grow
 from onegraph.adapters.merge import merge, merge_and_unload, unmerge
@@ -93,7 +94,8 @@ class Adapters(AdapterValues):
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
         """Inside, every row of the batch runs with its own adapter; None: the base model. No recompile as the assignment changes.
 
-        Gradients reach the Parameters of every adapter in the batch through ``backward()``.
+        Gradients reach the Parameters of every adapter in the batch through ``backward()``. ``generate`` of transformers repeats
+        the adapter of a row with the row, for beams and further sequences.
 
         Args:
             names: The adapter of each row, in order.
@@ -108,7 +110,8 @@ class Adapters(AdapterValues):
         before, self._rows = self._rows, tuple(names)
         try:
             self._assign_rows()
-            yield
+            with repeated_by_generate(self):
+                yield
         finally:
             self._rows = before
             if not self._surgery.undone:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
@@ -118,7 +119,10 @@ def compile(
                 callers[region.class_name] = caller(
                     region, settings, gradient_checkpointing=gradient_checkpointing and not whole, protect=protect
                 )
-            _install(region.module, functools.partial(callers[region.class_name], region.module), compiled)
+            call = functools.partial(callers[region.class_name], region.module)
+            _install(region.module, with_caches(region.module, call, dynamic=settings.dynamic), compiled)
+        if already_compiled(model):
+            compiled._undo.append(functools.partial(compiled_by_transformers, model))
     elif gradient_checkpointing:
         _checkpoint_blocks(model, compiled)
     model.__dict__[_ATTRIBUTE] = compiled

@@ -22,7 +22,7 @@ from onegraph.peft.exchange import LoadResult, put, refuse_key_mapping, save_ada
 from onegraph.peft.injection import missing_layers
 from onegraph.peft.kinds import PeftType
 from onegraph.peft.mistakes import UsageError, as_value_errors
-from onegraph.peft.rows import RowsOf, check_batch, encoded, row_names, times_repeated
+from onegraph.peft.rows import RowsOf, check_batch, row_names
 from onegraph.peft.status import LayerStatus, ModelStatus, get_layer_status, get_model_status
 from onegraph.peft.tuner import BaseTuner
 from onegraph.peft.tuners import TUNERS
@@ -144,12 +144,7 @@ class PeftModel(nn.Module):
         if names is None or self.base_model._disabled:
             return base.generate(*args, **kwargs)
         check_batch(names, args, kwargs)
-        times = times_repeated(kwargs, getattr(base, "generation_config", None))
-        if times > 1 and getattr(getattr(base, "config", None), "is_encoder_decoder", False) and "encoder_outputs" not in kwargs:
-            # The encoder sees every row once, the decoder as often as there are beams.
-            with RowsOf(self.adapters, row_names(names)):
-                kwargs["encoder_outputs"] = encoded(base, args, kwargs)
-        with RowsOf(self.adapters, row_names(names, times=times)):
+        with RowsOf(self.adapters, row_names(names)):
             return base.generate(*args, **kwargs)
 
     @contextlib.contextmanager

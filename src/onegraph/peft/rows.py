@@ -15,8 +15,8 @@ BASE_MODEL = "__base__"
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "inputs")
 
 
-def row_names(adapter_names: Sequence[str], *, times: int = 1) -> list[str | None]:
-    """The names that ``Adapters.rows`` takes: None for the base model, each as often as its row is repeated.
+def row_names(adapter_names: Sequence[str]) -> list[str | None]:
+    """The names that ``Adapters.rows`` takes: None for the base model.
 
     Raises:
         UsageError: ``peft-adapter-names`` for anything but a list of names.
@@ -28,7 +28,7 @@ def row_names(adapter_names: Sequence[str], *, times: int = 1) -> list[str | Non
             hint=f'["default", "other", "{BASE_MODEL}"] for a batch of three',
             code="peft-adapter-names",
         )
-    return [None if name == BASE_MODEL else name for name in adapter_names for _ in range(times)]
+    return [None if name == BASE_MODEL else name for name in adapter_names]
 
 
 class RowsOf:
@@ -69,23 +69,3 @@ def check_batch(adapter_names: Sequence[str], args: Sequence[Any], kwargs: Mappi
             hint=f'"{BASE_MODEL}" for rows without one',
             code="row-count",
         )
-
-
-def times_repeated(kwargs: Mapping[str, Any], generation_config: Any) -> int:
-    """How often ``generate`` repeats every row of its input: once a beam, or once a sequence to return."""
-    numbers = []
-    for name in ("num_beams", "num_return_sequences"):
-        given = kwargs.get(name)
-        own = kwargs.get("generation_config") or generation_config
-        value = given if given is not None else getattr(own, name, None)
-        numbers.append(value if isinstance(value, int) else 1)
-    return max(numbers)
-
-
-def encoded(base: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the encoder of a model makes of the input of ``generate``."""
-    given = {name: kwargs[name] for name in ("input_ids", "attention_mask", "inputs_embeds") if name in kwargs}
-    first = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
-    if "inputs" in kwargs:
-        first = {"input_ids": kwargs["inputs"]}
-    return base.get_encoder()(**{**first, **given}, return_dict=True)
