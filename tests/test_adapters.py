@@ -188,6 +188,9 @@ def test_plan_folds_what_looks_alike() -> None:
         ({"targets": ["query", "vlaue"]}, "target-without-match", "'value'"),
         ({"targets": r"blocks\.7\..*"}, "no-target-matched", "regular expression"),
         ({"targets": "(["}, "target-pattern", "not a regular expression"),
+        ({"targets": [3]}, "target-pattern", "3 is no text"),
+        ({"targets": 3}, "target-pattern", "3 is no text"),
+        ({"targets": {"qeury"}}, "no-target-matched", "'query'"),
         ({"targets": ["query"], "exclude": ["query"]}, "no-target-matched", "excluded"),
         ({"targets": ["query"], "exclude": ["quary"]}, "target-without-match", "'query'"),
         ({"targets": ["norm"]}, "unsupported-layer", "LayerNorm"),
@@ -249,6 +252,8 @@ def test_refused_later() -> None:
     assert code_of(adapters.use, "stile") == "unknown-adapter"
     assert code_of(adapters.scale, "stile", 1.0) == "unknown-adapter"
     assert code_of(adapters.scale, "style", float("nan")) == "not-finite-value"
+    assert code_of(adapters.scale, "style", "1") == "not-finite-value"
+    assert code_of(adapters.scale, "style", None) == "not-finite-value"
     assert code_of(adapters.delete, "stile") == "unknown-adapter"
     assert code_of(adapters.set_setting, "style", "dropout", 0.5) == "unknown-setting"
     assert code_of(adapters.reserve, rank=0) == "reserve"
@@ -773,3 +778,9 @@ def test_public_names() -> None:
 def test_import_alone_does_not_wait_for_torch() -> None:
     code = "import sys, onegraph; dir(onegraph); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)}, timeout=120)
+
+
+def test_what_computes_a_weight_is_no_layer() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    # the module that computes the weight of "0" has a path that ends in "0" as well
+    assert list(attach(model, LoRA(rank=2), targets=["0"]).layers) == ["0"]

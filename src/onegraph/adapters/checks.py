@@ -47,8 +47,12 @@ def check_capacity(plan: Plan, capacity: int | None) -> None:
 
 
 def check_finite(number: float, what: str) -> None:
-    """No NaN, no infinity."""
-    if not math.isfinite(number):
+    """A number, no NaN, no infinity."""
+    try:
+        finite = math.isfinite(number)
+    except (TypeError, ValueError, RuntimeError):
+        raise AdapterError(f"{what} is {number!r}, which is no number", hint="a number such as 0.5", code="not-finite-value") from None
+    if not finite:
         raise AdapterError(f"{what} is {number}", why="It multiplies or masks activations: it has to be finite.", code="not-finite-value")
 
 

@@ -42,7 +42,9 @@ class Growth:
         reasons: list[str] = []
         ranks = sorted({f"{slots.rank} to {block.rank}" for slots, block in self.blocks if slots.rank != block.rank})
         if ranks:
-            reasons.append(f"the capacity grows from rank {', '.join(ranks)}")
+            reasons.append(
+                f"the capacity grows from rank {', '.join(ranks)} (an optimizer made before keeps state of the old shapes: make it anew)"
+            )
         new = {name for slots, block in self.blocks for name in block.settings_memory if name not in slots.block.settings_memory}
         if any(slots.block.sizes != block.sizes for slots, block in self.blocks):
             reasons.append("the tensors that all layers share get larger")

@@ -43,6 +43,7 @@ def select(
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.
         ConfigurationError: ``target-pattern``.
     """
+    targets, exclude = _checked(targets, "targets"), _checked(exclude, "exclude")
     everywhere = places(model)
     further = _further(model, everywhere, also or {})
     chosen = _matched(model, everywhere, targets, "targets")
@@ -122,6 +123,25 @@ def _plain(module: nn.Module) -> nn.Module:
 
 def _is_empty(targets: Targets) -> bool:
     return not callable(targets) and len(targets) == 0
+
+
+def _checked(targets: Targets, option: str) -> Targets:
+    """Paths as a list; what is none of the kinds of targets is refused."""
+    if isinstance(targets, str) or callable(targets):
+        return targets
+    try:
+        entries: list[object] = list(targets)
+    except TypeError:
+        entries = [targets]
+    wrong = [entry for entry in entries if not isinstance(entry, str)]
+    if wrong:
+        raise ConfigurationError(
+            f"{option}: {wrong[0]!r} is no text",
+            why='Layers are named by paths or their endings, a regular expression, "all-linear" or a function of path and module.',
+            hint='write [str(number), ...] for the children of a Sequential: ["0", "2"]' if isinstance(wrong[0], int) else "",
+            code="target-pattern",
+        )
+    return [str(entry) for entry in entries]
 
 
 def _matched(model: nn.Module, everywhere: list[Place], targets: Targets, option: str) -> list[Place]:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from onegraph.adapters.adapted import BASE, Adapted
 
 _COMPILED = "_orig_mod"
+_PARAMETRIZATIONS = "parametrizations"
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -61,8 +63,8 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, str, n
     if isinstance(module, Adapted):
         module = module.base_layer
     for name, child in module._modules.items():
-        if child is None:
-            continue
+        if child is None or (name == _PARAMETRIZATIONS and is_parametrized(module)):
+            continue  # what computes a layer's weight is no layer
         # A wrapper runs what it was made from, whatever hangs in it later: the adapted layer has to hang in its place.
         while _COMPILED in child._modules:
             inner = child._modules[_COMPILED]
