@@ -20,6 +20,7 @@ VERBS = {
     "check": "a model compiled against eager: is it right?",
     "doctor": "what is here, what would be compiled, and what to do about it",
     "explain": "what an error means, and what to do about it",
+    "train": "an adapter of a language model, or of Stable Diffusion",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130

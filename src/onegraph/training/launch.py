@@ -79,11 +79,23 @@ class Launch(Generic[C]):
 
 @contextlib.contextmanager
 def launched(
-    configuration: C, environment: Mapping[str, str] | None = None, *, label: Label = str, program: str = "-m onegraph.train_network"
+    configuration: C,
+    environment: Mapping[str, str] | None = None,
+    *,
+    label: Label = str,
+    program: str = "-m onegraph.train_network",
+    backend: str = "no",
 ) -> Iterator[Launch[C]]:
     """Reads accelerate's settings and checks them, the compiler included, before anything is loaded.
 
     accelerate is told not to compile: what ``accelerate config`` says about dynamo is read here, and the models are compiled in place.
+
+    Args:
+        configuration: What the run is told.
+        environment: Of the process when omitted.
+        label: How a setting is called in messages.
+        program: How the command is started, for hints.
+        backend: Of torch.compile, where neither the configuration nor accelerate says one.
 
     Raises:
         ConfigurationError: All problems with the settings at once; ``several-processes``.
@@ -104,7 +116,11 @@ def launched(
     on_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in {"1", "true", "yes"} or not torch.accelerator.is_available()
     if problems := configuration.problems("cpu" if on_cpu else None, label=label):
         raise ConfigurationError.collected(problems)
-    settings = resolve_settings(environment, flags=configuration.compile.flags())
+    flags = configuration.compile.flags()
+    unsaid = "backend" not in flags and "ACCELERATE_DYNAMO_BACKEND" not in environment
+    settings = resolve_settings(environment, flags={"backend": backend, **flags} if unsaid else flags)
+    if unsaid:
+        settings = replace(settings, sources={**settings.sources, "backend": "default"})
     check_toolchain(settings, device="cpu" if on_cpu else "cuda")
     _quiet_libraries()
     ours = not is_initialized()

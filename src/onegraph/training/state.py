@@ -283,11 +283,11 @@ def restore(saved: SavedState[C], *, parameters: Mapping[str, Tensor], training:
     restore_random_states(generators)
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
+def write_folder(folder: Path, write: Callable[[Path], None], *, what: str = "state", code: str = "state-not-written") -> Path:
     """Lets ``write`` fill a temporary folder beside ``folder``, then renames it into place.
 
     Raises:
-        OutputError: ``state-not-written``, for a full disk or a folder that can't be written.
+        OutputError: With ``code``, for a full disk or a folder that can't be written.
     """
     partial: Path | None = None
     try:
@@ -312,10 +312,10 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or _is_full_disk(error):
             raise OutputError(
-                f"The state {folder} could not be written: {error}",
-                why="Nothing was left half-written; if there was an older state of that name, it is still there.",
-                hint="free space or choose another --output_dir",
-                code="state-not-written",
+                f"The {what} {folder} could not be written: {error}",
+                why=f"Nothing was left half-written; if there was an older {what} of that name, it is still there.",
+                hint="free space or choose another output folder",
+                code=code,
             ) from error
         raise
     return folder

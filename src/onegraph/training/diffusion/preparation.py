@@ -35,7 +35,7 @@ from onegraph.training.diffusion.recipe import Recipe
 from onegraph.training.diffusion.resuming import FREEDOM
 from onegraph.training.diffusion.sampling import sample
 from onegraph.training.diffusion.saving import SavePlan
-from onegraph.training.diffusion.warm_up import WarmUp, compare, warm_up
+from onegraph.training.diffusion.warm_up import HINT, warm_up
 from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
@@ -43,6 +43,7 @@ from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
 from onegraph.training.state import SavedState, check_fingerprints, restore
 from onegraph.training.streams import stream_seed
+from onegraph.training.warm_up import Subject, WarmUp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +137,13 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         metadata = training_metadata(facts, steps=steps, epoch=epoch, now=time.time())
         save_kohya(parts, path, form=form, dtype=plan.dtype, metadata=metadata)
 
+    subject = Subject(models=models, parts=parts, parameters=parameters, precision=recipe.precision, hint=HINT)
     warmed = warm_up(
         recipe,
         batches,
+        subject,
         settings=launch.compile_settings,
         check=configuration.compile.check,
-        parts=parts,
-        parameters=parameters,
-        models=models,
         gradient_checkpointing=configuration.run.gradient_checkpointing,
         say=say,
     )
@@ -157,6 +157,8 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         optimizer=optimizer,
         schedule=learning_rates,
         scaler=launch.scaler,
+        accumulation=accumulation,
+        max_grad_norm=configuration.run.max_grad_norm,
         plan=plan,
         num_steps=num_steps,
         num_epochs=num_epochs,
@@ -168,7 +170,7 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         ),
         watch=warmed.watch,
         sample=partial(draw_samples, ground, base) if ground.prompts else None,
-        check=partial(compare, recipe, parts=parts, parameters=parameters, models=models) if strict else None,
+        check=(lambda draws: subject.compare(partial(recipe.loss, draws))) if strict else None,
         after_update=partial(_limit_norms, parts, limit) if limit is not None else None,
         board=_make_board(ground),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from onegraph.training.diffusion.batches import Batch
 from onegraph.training.diffusion.conditioning import encode
 from onegraph.training.diffusion.configuration import LossSettings
 from onegraph.training.diffusion.noise import Noised, NoiseSchedule, noised, sample_losses
+from onegraph.training.finite import finite, watched
 from onegraph.training.streams import stream_seed
 
 
@@ -139,10 +140,10 @@ class Recipe:
             if not bool(value.isfinite().all()):
                 return f"The {name} are not finite at timesteps {draws.noised.timesteps.tolist()}."
         found: list[str] = []
-        with eager(), torch.no_grad(), _watched({"text encoder": self.text_encoder, "UNet": self.unet}, found):
+        with eager(), torch.no_grad(), watched({"text encoder": self.text_encoder, "UNet": self.unet}, found):
             loss = float(self.loss(draws))
         if found:
-            broken = [name for model in (self.unet, self.text_encoder) for name, value in model.named_parameters() if not _finite(value)]
+            broken = [name for model in (self.unet, self.text_encoder) for name, value in model.named_parameters() if not finite(value)]
             base = f" The base model itself has weights that are not finite, the first in {broken[0]}." if broken else ""
             return f"The first module with a NaN or infinite output is {found[0]}.{base}"
         if math.isfinite(loss):
@@ -181,28 +182,8 @@ class Recipe:
         return torch.autocast(self.device.type, self.precision)
 
 
-def _finite(value: Tensor) -> bool:
-    return bool(value.isfinite().all())
-
-
 def _weight_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the frozen weights; adapters are kept in fp32 and don't count."""
     parameters = list(model.parameters())
     frozen = next((parameter for parameter in parameters if not parameter.requires_grad and parameter.is_floating_point()), parameters[0])
     return frozen.dtype
-
-
-@contextlib.contextmanager
-def _watched(models: Mapping[str, nn.Module], found: list[str]) -> Iterator[None]:
-    """Notes every module whose output is not finite, in the order they run: inner modules before the outer ones."""
-    with contextlib.ExitStack() as stack:
-        for part, model in models.items():
-            for name, module in model.named_modules():
-
-                def note(_: nn.Module, __: object, output: object, path: str = f"{name or 'the whole model'} of the {part}") -> None:
-                    tensor = output[0] if isinstance(output, tuple | list) and output else output
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                        found.append(path)
-
-                stack.callback(module.register_forward_hook(note).remove)
-        yield

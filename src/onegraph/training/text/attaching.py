@@ -1,0 +1,65 @@
+"""Which adapter goes where: a method by its name, its fields, and its targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from onegraph.adapters import Adapters, attach
+from onegraph.errors import ConfigurationError
+from onegraph.layers import describe
+from onegraph.methods import METHODS, Method
+from onegraph.training.settings import parse_arguments, read_settings
+from onegraph.training.text.configuration import MethodSettings
+
+OFFERED = {name: kind for name, kind in METHODS.items() if name != "with_bias"}
+"""Name -> method; what only stands around another method is left out."""
+
+
+def method_of(settings: MethodSettings, label: Callable[[str], str] = str) -> Method:
+    """The method that the settings name, with its fields.
+
+    Raises:
+        ConfigurationError: ``method-unknown``; ``settings-file`` for a field that it doesn't have; the method's own codes for a value.
+    """
+    kind = OFFERED.get(settings.name.lower().replace("-", "_"))
+    if kind is None:
+        near = difflib.get_close_matches(settings.name.lower(), OFFERED, n=3, cutoff=0.5) or list(OFFERED)
+        raise ConfigurationError(
+            f"{label('method.name')} is {settings.name!r}, which is no method", hint=", ".join(near), code="method-unknown"
+        )
+    arguments = parse_arguments(settings.arguments, label("method.arguments"))
+    known = {entry.name for entry in dataclasses.fields(kind)}
+    return read_settings(kind, arguments, f"method {kind.name} ({', '.join(sorted(known)) or 'it has no fields'})")
+
+
+def attach_adapter(
+    model: PreTrainedModel, settings: MethodSettings, *, generator: torch.Generator, label: Callable[[str], str]
+) -> Adapters:
+    """Puts the adapter on the model.
+
+    Raises:
+        ConfigurationError: As ``method_of``.
+        TargetError: Targets that match nothing, or that the method can't take.
+    """
+    method = method_of(settings, label)
+    if settings.targets == ("all-linear",):
+        return attach(model, method, targets="all-linear", exclude=settings.exclude, generator=generator)
+    return attach(model, method, targets=settings.targets or _all_of(model, method), exclude=settings.exclude, generator=generator)
+
+
+def _all_of(model: PreTrainedModel, method: Method) -> Callable[[str, nn.Module], bool]:
+    """Every linear layer but the output head, or every norm for a method of norms: those that the method can take."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    kind = "linear" if "linear" in method.kinds else "norm"
+
+    def wanted(_: str, module: nn.Module) -> bool:
+        layer = describe(module) if module is not head else None
+        return layer is not None and layer.kind == kind and next(module.children(), None) is None and method.check(layer) is None
+
+    return wanted
