@@ -68,6 +68,8 @@ _PUBLIC = {
     "rank_masks": "onegraph.methods",
     "save": "onegraph.checkpoint",
 }
+# What puts adapters on a model.
+_ADAPTING = ("adopt", "attach", "load")
 _ROOMS = ("cache", "doctor", "errors", "explain")
 
 __all__ = [
@@ -113,6 +115,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     if _PUBLIC[name] == "onegraph.adapters":
         importlib.import_module("onegraph.checkpoint")  # registers what Adapters.save and Adapters.load call
+    if name in _ADAPTING:
+        importlib.import_module("onegraph.hf").register()  # transformers' Trainer, where there is one
     globals()[name] = value
     return value
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from onegraph.adapters.arrival import tell_adapted
 from onegraph.adapters.collection import Adapters
 from onegraph.adapters.select import Targets
 from onegraph.adapters.surgery import RECORD
@@ -61,8 +62,11 @@ def attach(
         raise ConfigurationError(f"dtype={dtype} can't be trained", hint="torch.float32", code="dtype")
     adapters = adapters_of(model) or Adapters(unwrapped(model), dtype=dtype)
     adapters.add(name, method, targets=targets, exclude=exclude, overrides=overrides, also=also, capacity=capacity, generator=generator)
+    first = RECORD not in adapters.model.__dict__
     adapters.model.__dict__[RECORD] = adapters
     adapters.use(name)
+    if first:
+        tell_adapted(adapters.model)
     return adapters
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from onegraph.errors import nearest
+from onegraph.hf.registration import after_import, register
+from onegraph.peft import sft
 from onegraph.peft.auto import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -130,6 +132,9 @@ __all__ = [
     "prepare_model_for_kbit_training",
     "set_peft_model_state_dict",
 ]
+
+register()
+after_import(sft.MODULE, sft.prepare)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from onegraph.peft import repositories
 from onegraph.peft.card import write_card
 from onegraph.peft.configs import PeftConfig
 from onegraph.peft.exchange import LoadResult, put, refuse_key_mapping, save_adapters
+from onegraph.peft.identity import TakenForTheirs
 from onegraph.peft.injection import missing_layers
 from onegraph.peft.kinds import PeftType
 from onegraph.peft.mistakes import UsageError, as_value_errors
@@ -30,7 +31,7 @@ from onegraph.peft.tuners import TUNERS
 _NAMES = "adapter_names"
 
 
-class PeftModel(nn.Module):
+class PeftModel(TakenForTheirs):
     """A model with adapters: ``base_model.model`` is the model, changed in place.
 
     ``adapters`` is our own face of the same; everything else that isn't here is the tuner's (``merge_and_unload``), or the model's.

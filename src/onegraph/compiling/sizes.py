@@ -1,0 +1,91 @@
+"""Batches of many sizes on two graphs: one for the first size, which it knows, and one for every other size.
+
+Left to itself, dynamo takes one dimension after the other for a varying one as it meets them changed: a new length is a graph, and then the
+last, smaller batch of an epoch is a third one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.compiling.aside import set_aside
+from onegraph.compiling.compile import Compiled, compile, compiled_of
+from onegraph.compiling.regions import dynamic_shapes
+
+_Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class TwoSizes:
+    """A hook in front of a model's forward: the blocks run on the graph for the size at hand. Training and inference have their own.
+
+    Args:
+        compiled: What was compiled, by blocks.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self._first: dict[bool, _Sizes] = {}
+        self._one: dict[nn.Module, Any] = {region.module: region.module._compiled_call_impl for region in compiled.regions}
+        self._any: dict[nn.Module, Any] = {}
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward: choose."""
+        if compiled_of(model) is not self._compiled:
+            return  # restored, or compiled anew
+        sizes = _sizes(args, kwargs)
+        if self._first.setdefault(torch.is_grad_enabled(), sizes) == sizes:
+            self._run(self._one)
+            return
+        if not self._any:
+            with set_aside(model):
+                compile(
+                    model,
+                    replace(self._compiled.settings, dynamic=True),
+                    gradient_checkpointing=self._compiled.gradient_checkpointing,
+                    protect=bool(self._compiled.protections),
+                )
+                self._any = {module: module._compiled_call_impl for module in self._one}
+        self._run(self._any)
+
+    def _run(self, calls: dict[nn.Module, Any]) -> None:
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """A copied or unpickled model is not compiled, and there is nothing to choose."""
+        return (_no_choice, ())
+
+
+def compile_for_two_sizes(model: nn.Module) -> bool:
+    """Keep batches of many sizes on two graphs, for a model that ``compile`` has compiled by blocks without saying anything of sizes.
+
+    Returns:
+        Whether it could be done: not for a model compiled whole, nor where sizes were settled.
+    """
+    compiled = compiled_of(model)
+    if compiled is None or not compiled.settings.active or compiled.settings.dynamic is not None:
+        return False
+    if any(region.module is model or dynamic_shapes(region, None) is not None for region in compiled.regions):
+        return False
+    present = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, TwoSizes)]
+    if not any(hook._compiled is compiled for hook in present):
+        model.register_forward_pre_hook(TwoSizes(compiled), with_kwargs=True)
+    return True
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Sizes:
+    named = {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+    return tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, Tensor))
+
+
+def _no_choice() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*args: Any) -> None:
+    """No choice."""
