@@ -19,12 +19,16 @@ def tuned_options(backend: str, module: nn.Module) -> Mapping[str, Any]:
     - On a CPU convolutions keep their layout. Inductor turns them to channels-last, frozen weights included, in every step: a residual
       block of Stable Diffusion at 1280 channels then takes 1.4 times as long as eager in fp32, against 1.0, and 2.9 times in bf16, against
       2.0 in the same noisy run (``docs/results/layout.md``).
+    - On a CPU the kernels of a graph are compiled as one C++ file: see ``kernels.py``.
     """
     if backend != "inductor":
         return {}
     wanted: dict[str, Any] = {OPTION: LeanPartitioner()}
     if device_of(module).type == "cpu":
         wanted["layout_optimization"] = False
+        from onegraph.compiling.kernels import join_kernels  # inductor's code cache takes long to import
+
+        join_kernels()
     return {name: value for name, value in wanted.items() if hasattr(torch._inductor.config, name)}
 
 
