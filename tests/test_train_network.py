@@ -300,7 +300,7 @@ def test_the_file_of_a_schedule_free_optimizer_holds_the_averaged_weights(
         (["--mixed_precision=fp16"], {}, ["--mixed_precision=bf16", "[fp16-on-cpu]"]),
         ([], {"ACCELERATE_MIXED_PRECISION": "fp16"}, ["[fp16-on-cpu]"]),
         ([], {"ACCELERATE_MIXED_PRECISION": "fp8"}, ["fp8", "--mixed_precision=bf16"]),
-        ([], {"WORLD_SIZE": "2"}, ["2 processes", "[several-processes]"]),
+        ([], {"ACCELERATE_USE_FSDP": "true"}, ["FSDP", "[several-processes]"]),
         ([], {"ACCELERATE_DYNAMO_BACKEND": "NVFUSER"}, ["NVFUSER", "dynamo_backend=inductor"]),
         (["--resume=nowhere-state"], {}, ["nowhere-state", "[state-not-found]"]),
         (["--clip_skip=9"], {}, ["clip_skip is 9", "[clip-skip]"]),

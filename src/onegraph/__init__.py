@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from onegraph.checkpoint import load as load
     from onegraph.checkpoint import save as save
     from onegraph.compiling import compile as compile
+    from onegraph.distributed import average_gradients as average_gradients
+    from onegraph.distributed import gathered as gathered
+    from onegraph.distributed import replicate as replicate
+    from onegraph.distributed import shard as shard
     from onegraph.methods import BOFT as BOFT
     from onegraph.methods import HRA as HRA
     from onegraph.methods import IA3 as IA3
@@ -61,12 +65,16 @@ _PUBLIC = {
     "adapters_of": "onegraph.adapters",
     "adopt": "onegraph.adoption",
     "attach": "onegraph.adapters",
+    "average_gradients": "onegraph.distributed",
     "check": "onegraph.checking",
     "compile": "onegraph.compiling",
+    "gathered": "onegraph.distributed",
     "load": "onegraph.checkpoint",
     "orthogonality": "onegraph.methods",
     "rank_masks": "onegraph.methods",
+    "replicate": "onegraph.distributed",
     "save": "onegraph.checkpoint",
+    "shard": "onegraph.distributed",
 }
 # What puts adapters on a model.
 _ADAPTING = ("adopt", "attach", "load")
@@ -93,16 +101,20 @@ __all__ = [
     "adapters_of",
     "adopt",
     "attach",
+    "average_gradients",
     "cache",
     "check",
     "compile",
     "doctor",
     "errors",
     "explain",
+    "gathered",
     "load",
     "orthogonality",
     "rank_masks",
+    "replicate",
     "save",
+    "shard",
 ]
 
 

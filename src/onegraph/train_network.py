@@ -49,15 +49,17 @@ def _train(arguments: Sequence[str] | None) -> int:
         from onegraph.training.places import sole_writer
 
         with plain_warnings(), launched(configuration, label=flag_label) as launch:
-            ground = lay_groundwork(launch, say)
-            with sole_writer(Path(configuration.saving.output_dir), configuration.saving.name, ending=NETWORK_ENDING):
-                prepared = prepare(ground, say)
-                say(str(prepared.warm_up))
-                say(_plan_text(prepared))
+            tell = launch.ranks.say(say)
+            ground = lay_groundwork(launch, tell)
+            folder = Path(configuration.saving.output_dir)
+            with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.name, ending=NETWORK_ENDING)):
+                prepared = prepare(ground, tell)
+                tell(str(prepared.warm_up))
+                tell(_plan_text(prepared))
                 training = True
                 with explained(launch.compile_settings.backend):
                     outcome = Loop(prepared.training).run()
-                say(_end_text(prepared, outcome))
+                tell(_end_text(prepared, outcome))
             return outcome.exit_status
     except OnegraphError as error:
         stopped = training or isinstance(error, MismatchError | NumericsError)
@@ -73,7 +75,7 @@ def _plan_text(prepared: Prepared) -> str:
     run = training.configuration.run
     accumulation = f", {run.gradient_accumulation_steps} batches a step" if run.gradient_accumulation_steps > 1 else ""
     epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
-    batches = f"{epochs} of {len(training.batches)} batches of {training.batches.batch_size}{accumulation}"
+    batches = f"{epochs} of {len(training.batches)} batches of {training.batches.size_text}{accumulation}"
     lines = [
         "training",
         f"  steps       {training.num_steps} ({batches})",

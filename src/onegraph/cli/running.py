@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,7 +36,10 @@ def say(text: str) -> None:
 
 
 def failed(error: OnegraphError, status: int) -> int:
-    """An error on standard error, with what explains it; returns the exit status."""
+    """An error on standard error, with what explains it; returns the exit status. Of several processes, the first one tells it whole."""
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        print(f"process {rank}: error: {error.what} [{error.code}]", file=sys.stderr, flush=True)
+        return status
     print(f"error: {error}\n{offer(error)}", file=sys.stderr, flush=True)
     return status
 

@@ -15,6 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
+from onegraph.compiling.headers import precompile_when_built
+from onegraph.compiling.hooked import forget_forward, within_hooks
+from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
@@ -114,12 +117,14 @@ def compile(
         if gradient_checkpointing and whole:
             _checkpoint_blocks(model, compiled)
         callers: dict[str, Callable[..., Any]] = {}
+        inside: dict[str, Callable[[], Callable[..., Any]]] = {}
         for region in regions:
             if region.class_name not in callers:
-                callers[region.class_name] = caller(
-                    region, settings, gradient_checkpointing=gradient_checkpointing and not whole, protect=protect
+                make = functools.partial(
+                    caller, region, settings, gradient_checkpointing=gradient_checkpointing and not whole, protect=protect
                 )
-            call = functools.partial(callers[region.class_name], region.module)
+                callers[region.class_name], inside[region.class_name] = make(), functools.cache(functools.partial(make, hooks=False))
+            call = within_hooks(region.module, functools.partial(callers[region.class_name], region.module), inside[region.class_name])
             _install(region.module, with_caches(region.module, call, dynamic=settings.dynamic), compiled)
         if already_compiled(model):
             compiled._undo.append(functools.partial(compiled_by_transformers, model))
@@ -164,8 +169,20 @@ def _run_checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(module._call_impl, *args, use_reentrant=False, **kwargs)
 
 
-def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing: bool, protect: bool) -> Callable[..., Any]:
-    """One torch.compile for all regions of a class, called with the module first.
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _forward_checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or not module.training:
+        return type(module).forward(module, *args, **kwargs)
+    return checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+
+
+def caller(
+    region: Region, settings: CompileSettings, *, gradient_checkpointing: bool, protect: bool, hooks: bool = True
+) -> Callable[..., Any]:
+    """One torch.compile for all regions of a class, called with the module first; without its hooks where they run around it.
 
     torch refuses mode and options together, so a mode is spelt out as its options.
     """
@@ -185,7 +202,8 @@ def caller(region: Region, settings: CompileSettings, *, gradient_checkpointing:
     for name, value in (("recompile_limit", _COMPILATIONS_PER_CLASS), ("isolate_recompiles", True)):
         if name in inspect.signature(torch.compile).parameters:
             arguments[name] = value
-    return torch.compile(_run_checkpointed if gradient_checkpointing else _run, **arguments)
+    called = (_run, _run_checkpointed) if hooks else (_forward, _forward_checkpointed)
+    return torch.compile(called[gradient_checkpointing], **arguments)
 
 
 def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) -> None:
@@ -194,6 +212,7 @@ def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) 
 
     def undo() -> None:
         module._compiled_call_impl = before
+        forget_forward(module)
 
     compiled._undo.append(undo)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Region:
     @property
     def class_name(self) -> str:
         """The module's class name: regions of one class share their compilations."""
-        return type(self.module).__name__
+        return plain_class(self.module).__name__
 
 
 def regions_of(model: nn.Module) -> list[Region]:
@@ -50,6 +51,17 @@ def regions_of(model: nn.Module) -> list[Region]:
     return found or [Region(path="", module=model)]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards this module by itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class as it was written: FSDP2 puts one of its own in front of it, with another name."""
+    return type(module).__mro__[2] if is_sharded(module) else type(module)
+
+
 def dynamic_shapes(region: Region, asked: bool | None) -> bool | None:
     """What torch.compile gets as ``dynamic``: what was asked, else False for blocks of a UNet, else None (dynamo decides)."""
     if asked is None and region.class_name in _SEVERAL_SIZES:
@@ -61,7 +73,7 @@ def _block_class_names(model: nn.Module) -> set[str]:
     """The model's own list: ours where we have one, else diffusers' repeated blocks, else what transformers never splits."""
     names: set[str] = set()
     for module in model.modules():
-        known = _BLOCKS.get(type(module).__name__)
+        known = _BLOCKS.get(plain_class(module).__name__)
         if known is None:
             known = getattr(type(module), "_repeated_blocks", None) or getattr(type(module), "_no_split_modules", None)
         if isinstance(known, list | tuple | set):
@@ -72,7 +84,7 @@ def _block_class_names(model: nn.Module) -> set[str]:
 def _outermost(module: nn.Module, names: set[str], path: str) -> Iterator[Region]:
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if type(child).__name__ in names or _is_single_block_transformer(child):
+        if plain_class(child).__name__ in names or _is_single_block_transformer(child):
             yield Region(path=child_path, module=child)
         else:
             yield from _outermost(child, names, child_path)
@@ -81,4 +93,4 @@ def _outermost(module: nn.Module, names: set[str], path: str) -> Iterator[Region
 def _is_single_block_transformer(module: nn.Module) -> bool:
     """A Transformer2DModel with one block: a region of its own, since its two projections carry adapters too."""
     blocks = getattr(module, "transformer_blocks", None)
-    return type(module).__name__ == "Transformer2DModel" and isinstance(blocks, nn.ModuleList) and len(blocks) == 1
+    return plain_class(module).__name__ == "Transformer2DModel" and isinstance(blocks, nn.ModuleList) and len(blocks) == 1

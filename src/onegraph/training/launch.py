@@ -1,4 +1,4 @@
-"""What this process was started with: accelerate's device and precision, the compile settings, one process."""
+"""What this process was started with: accelerate's device and precision, the compile settings, the processes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 from torch.amp import GradScaler
 
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_settings
 from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.training.compile_flags import CompileFlags
+from onegraph.training.ranks import Ranks
 
 Label = Callable[[str], str]
 
@@ -50,6 +52,9 @@ C = TypeVar("C", bound=Launchable)
 PRECISIONS: Mapping[str, torch.dtype] = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The names of mixed precision -> what is computed in."""
 
+PATIENCE = timedelta(hours=3)
+"""How long a process waits for another: one that draws samples, compiles, or reads a model over a network."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch(Generic[C]):
@@ -62,6 +67,7 @@ class Launch(Generic[C]):
         scaler: For fp16 only.
         compile_settings: How models are compiled, with the origin of each value.
         label: How a setting is called in messages: "run.seed" -> "--seed".
+        ranks: The processes of the run, of which this is one.
     """
 
     configuration: C
@@ -70,6 +76,7 @@ class Launch(Generic[C]):
     scaler: GradScaler | None
     compile_settings: CompileSettings
     label: Label = str
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def mixed_precision(self) -> str:
@@ -102,7 +109,7 @@ def launched(
         CompileError: A backend that can't run, a missing compiler.
     """
     environment = os.environ if environment is None else environment
-    _require_one_process(environment, program)
+    _require_data_parallel(environment, program)
     mixed = configuration.precision.mixed_precision or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() or "no"
     if mixed not in PRECISIONS:
         raise ConfigurationError(
@@ -126,6 +133,7 @@ def launched(
     ours = not is_initialized()
     accelerator = Accelerator(
         cpu=on_cpu,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         mixed_precision=mixed,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_plugin=TorchDynamoPlugin(backend="no", mode="default", dynamic=False, fullgraph=False, use_regional_compilation=False),
@@ -133,17 +141,20 @@ def launched(
     scaler = accelerator.scaler
     if scaler is None and mixed == "fp16":
         scaler = GradScaler(accelerator.device.type)  # accelerate has none for the CPU
+    device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device  # not "cpu:0", as it is with several processes
     try:
         yield Launch(
             configuration=configuration,
-            device=accelerator.device,
+            device=device,
             precision=PRECISIONS[mixed],
             scaler=scaler,
             compile_settings=settings,
             label=label,
+            ranks=Ranks(rank=accelerator.process_index, count=accelerator.num_processes, device=device),
         )
     finally:
         if ours:
+            accelerator.state.destroy_process_group()
             # accelerate keeps its state in the process and refuses another precision later: leave none behind
             AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -154,12 +165,13 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _require_one_process(environment: Mapping[str, str], program: str) -> None:
-    count = environment.get("WORLD_SIZE", "1")
-    if count not in ("", "1"):
+def _require_data_parallel(environment: Mapping[str, str], program: str) -> None:
+    """Several processes each have the whole model and a part of the data; what cuts a model in pieces isn't for these commands."""
+    used = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if environment.get(f"ACCELERATE_USE_{kind}", "").lower() in {"1", "true"}]
+    if used:
         raise ConfigurationError(
-            f"accelerate started {count} processes.",
-            why="Training in several processes is not supported yet.",
-            hint=f"accelerate launch --num_processes=1 --num_machines=1 {program} ...",
+            f"accelerate was told to use {used[0]}.",
+            why="Here every process has the whole model, and what is trained, the adapters, is small: there is little to cut in pieces.",
+            hint=f"accelerate launch --multi_gpu --num_processes=2 {program} ...",
             code="several-processes",
         )

@@ -26,6 +26,7 @@ from onegraph.errors import NumericsError, OutputError
 from onegraph.training.interruption import Interruption
 from onegraph.training.metrics import MovingAverage, ProgressDisplay, TensorBoard, Timings
 from onegraph.training.optimizers import before_training
+from onegraph.training.ranks import OwnRandomness, Ranks
 from onegraph.training.state import Position, Stateful
 from onegraph.training.update import Update
 
@@ -57,6 +58,8 @@ class AnyTraining(Generic[B]):
         progress: What people watch.
         watch: Counts what is compiled; its warm-up has ended.
         losses: The recent losses of a resumed run.
+        ranks: The processes of the run.
+        own_randomness: The random generators of each of several processes, which a state keeps.
     """
 
     batches: Epochs[B]
@@ -76,6 +79,8 @@ class AnyTraining(Generic[B]):
     losses: Sequence[float] = ()
     board: TensorBoard | None = None
     timings: Timings = field(default_factory=Timings)
+    ranks: Ranks = field(default_factory=Ranks)
+    own_randomness: OwnRandomness | None = None
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -83,6 +88,8 @@ class AnyTraining(Generic[B]):
         parts: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self.schedule}
         if self.scaler is not None:
             parts["scaler"] = self.scaler
+        if self.own_randomness is not None:
+            parts["random"] = self.own_randomness
         return parts
 
 
@@ -134,6 +141,7 @@ class AnyLoop(ABC, Generic[B, T, O]):
             schedule=training.schedule,
             scaler=training.scaler,
             max_grad_norm=training.max_grad_norm,
+            ranks=training.ranks,
         )
         self._average = MovingAverage(len(training.batches))
         for loss in training.losses:
@@ -201,7 +209,7 @@ class AnyLoop(ABC, Generic[B, T, O]):
     def _train(self, interruption: Interruption) -> None:
         training = self.training
         stream = training.batches.forever(training.position.epoch, training.position.batch)
-        while training.position.step < training.num_steps and not interruption and not self._stopped_early():
+        while training.position.step < training.num_steps and not self._interrupted(interruption) and not self._stopped_early():
             started, compiled_before = time.perf_counter(), training.watch.compile_seconds
             window = self._window(stream)
             rates = self._rates()
@@ -214,6 +222,15 @@ class AnyLoop(ABC, Generic[B, T, O]):
             if compile_seconds > 0:
                 self._report_recompiles()
             self._between_steps(epoch_ended=training.position.batch == 0)
+
+    def _interrupted(self, interruption: Interruption) -> bool:
+        """Whether any process got a signal: all of them stop after the same step."""
+        ranks = self.training.ranks
+        if not ranks.any(bool(interruption)):
+            return False
+        if ranks.several:
+            interruption.signal_number = next(number for number in ranks.all(interruption.signal_number) if number is not None)
+        return True
 
     def _window(self, stream: Iterator[tuple[int, int, B]]) -> list[tuple[int, int, B]]:
         """The batches of one optimiser step; a window never reaches into the next epoch."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from onegraph.training.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -22,6 +24,7 @@ class Update:
         schedule: Its learning rates; one step each optimiser step.
         scaler: For fp16 gradients only.
         max_grad_norm: Gradients are clipped to this norm; 0: never.
+        ranks: The processes of the run, which take the step together.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -29,6 +32,7 @@ class Update:
     schedule: LRScheduler
     scaler: GradScaler | None
     max_grad_norm: float
+    ranks: Ranks = field(default_factory=Ranks)
 
     def backward(self, loss: Tensor) -> None:
         """Adds this loss's gradients to those that are there."""
@@ -37,12 +41,18 @@ class Update:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def measured(self, losses: Sequence[Tensor]) -> tuple[list[float], Tensor, float]:
-        """The losses as numbers, the gradients' norm as a tensor and as a number: one wait for the device a step."""
+        """The losses as numbers, the gradients' norm as a tensor and as a number: one wait for the device a step.
+
+        With several processes, gradients and losses are the means over them from here on.
+        """
+        self.ranks.average_gradients(list(self.parameters.values()))
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        read: list[float] = torch.stack([*(loss.float() for loss in losses), norm.to(losses[0].device).float()]).tolist()
+        read: list[float] = torch.stack(
+            [*self.ranks.mean(torch.stack([loss.float() for loss in losses])), norm.to(losses[0].device).float()]
+        ).tolist()
         return read[:-1], norm, read[-1]
 
     def take(self, norm: Tensor) -> bool:

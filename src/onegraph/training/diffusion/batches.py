@@ -23,6 +23,7 @@ from onegraph.training.diffusion.captions import vary_caption
 from onegraph.training.diffusion.dataset import Dataset, Example
 from onegraph.training.diffusion.images import load_image
 from onegraph.training.diffusion.latents import Encoding, LatentCache
+from onegraph.training.ranks import Ranks
 from onegraph.training.streams import stream
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -62,7 +63,7 @@ class Batches:
 
     Args:
         dataset: What to show.
-        batch_size: Images in every batch.
+        batch_size: Images in every batch of a process.
         seed: Of order, captions, flips and crops.
         tokenize: Captions to token ids.
         latents: A cache filled with ``dataset.encodings(flip=flip)``; images are loaded as they are needed when omitted.
@@ -71,6 +72,7 @@ class Batches:
         random_crop: Crop anywhere instead of at the centre; not with cached latents.
         drop_last: Leave out incomplete batches instead of filling them up.
         num_workers: Threads that load images when there is no cache.
+        ranks: The processes of the run: each gets its part of the batches that one process would have with all their images.
 
     Raises:
         ConfigurationError: A batch size below 1, or random crops of cached latents.
@@ -90,10 +92,13 @@ class Batches:
         random_crop: bool = False,
         drop_last: bool = False,
         num_workers: int = 2,
+        ranks: Ranks | None = None,
     ) -> None:
         _require_possible(batch_size, random_crop, latents)
         self.dataset = dataset
         self.batch_size = batch_size
+        self.ranks = ranks or Ranks()
+        self.whole_batch_size = batch_size * self.ranks.count
         self.seed = seed
         self.drop_last = drop_last
         self._tokenize = tokenize
@@ -112,9 +117,9 @@ class Batches:
         if len(self) == 0:
             most = max(len(slots) for slots in self._by_size.values())
             raise DataError(
-                f"no size has the {batch_size} images of a whole batch; the fullest has {most}",
+                f"no size has the {self.whole_batch_size} images of a whole batch; the fullest has {most}",
                 why="Incomplete batches are dropped.",
-                hint=f"--train_batch_size={most}, or fill incomplete batches up instead of dropping them",
+                hint=f"--train_batch_size={max(1, most // self.ranks.count)}, or fill incomplete batches up instead of dropping them",
                 code="no-batch",
             )
         missing = [e.image.path for e in dataset.encodings(flip=flip) if latents is not None and e not in latents]
@@ -128,28 +133,33 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches in one epoch, the same in every epoch."""
-        whole = sum(len(slots) // self.batch_size for slots in self._by_size.values())
-        return whole if self.drop_last else whole + sum(len(slots) % self.batch_size > 0 for slots in self._by_size.values())
+        whole = sum(len(slots) // self.whole_batch_size for slots in self._by_size.values())
+        return whole if self.drop_last else whole + sum(len(slots) % self.whole_batch_size > 0 for slots in self._by_size.values())
+
+    @property
+    def size_text(self) -> str:
+        """How many images a batch has; those of each process, where there are several."""
+        return f"{self.ranks.count} x {self.batch_size}" if self.ranks.several else str(self.batch_size)
 
     @property
     def sizes(self) -> list[Size]:
         """The (width, height) of this run's batches; every one has at least one batch an epoch."""
-        return [size for size, slots in self._by_size.items() if len(slots) >= self.batch_size or not self.drop_last]
+        return [size for size, slots in self._by_size.items() if len(slots) >= self.whole_batch_size or not self.drop_last]
 
     @property
     def num_filled(self) -> int:
         """Places in one epoch that are filled with an image the epoch shows anyway."""
-        return 0 if self.drop_last else sum(-len(slots) % self.batch_size for slots in self._by_size.values())
+        return 0 if self.drop_last else sum(-len(slots) % self.whole_batch_size for slots in self._by_size.values())
 
     @property
     def num_dropped(self) -> int:
         """Showings that each epoch leaves out because they don't fill a batch."""
-        return sum(len(slots) % self.batch_size for slots in self._by_size.values()) if self.drop_last else 0
+        return sum(len(slots) % self.whole_batch_size for slots in self._by_size.values()) if self.drop_last else 0
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{width}x{height}" for width, height in self.sizes)
         plural = "" if len(self.sizes) == 1 else "s"
-        text = f"{len(self)} batches of {self.batch_size} an epoch, {len(self.sizes)} shape{plural}: {shapes}"
+        text = f"{len(self)} batches of {self.size_text} an epoch, {len(self.sizes)} shape{plural}: {shapes}"
         if self.num_filled:
             text += f"\n{self.num_filled} places an epoch are filled with images shown twice, so that every batch has the same shape"
         if self.num_dropped:
@@ -166,7 +176,7 @@ class Batches:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch (from 0), from batch ``start`` on."""
-        plan = self._plan(epoch)[start:]
+        plan = [list(self.ranks.part(slots)) for slots in self._plan(epoch)[start:]]
         if self._latents is not None:
             return (self._batch(epoch, slots, self._cached(epoch, slots, self._latents)) for slots in plan)
         return self._prefetched(epoch, plan)
@@ -188,9 +198,9 @@ class Batches:
         for size in sorted(self._by_size):
             slots = list(self._by_size[size])
             random.shuffle(slots)
-            for start in range(0, len(slots), self.batch_size):
-                batch = slots[start : start + self.batch_size]
-                lacking = self.batch_size - len(batch)
+            for start in range(0, len(slots), self.whole_batch_size):
+                batch = slots[start : start + self.whole_batch_size]
+                lacking = self.whole_batch_size - len(batch)
                 if lacking and self.drop_last:
                     break
                 # A repeated image gets draws of its own: its flip, crop and caption may differ from the first showing's.

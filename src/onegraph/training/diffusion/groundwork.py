@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onegraph.checkpoint.atomic import check_writable, make_folder
@@ -56,15 +56,17 @@ def lay_groundwork(launch: Launch[TrainingConfiguration], say: Say) -> Groundwor
         CheckpointError, ConfigurationError: The state can't be resumed with these settings.
         DataError: Images or captions that can't be used.
     """
+    with launch.ranks.together():
+        ground = _lay(launch, say)
+    return replace(ground, seed=launch.ranks.of_first(ground.seed))
+
+
+def _lay(launch: Launch[TrainingConfiguration], say: Say) -> Groundwork:
     configuration = launch.configuration
     for note in configuration.notes:
         say(f"note: {note}")
-    for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
-        make_folder(Path(folder))
-        check_writable(Path(folder) / "onegraph-probe")
-    SavePlan(configuration.saving, num_epochs=1).check_places()
-    if configuration.sampling.prompts:
-        make_folder(Path(configuration.saving.output_dir) / "sample")
+    if launch.ranks.first:
+        _check_places(configuration)
     saved = None
     if configuration.run.resume is not None:
         saved = read_state(Path(configuration.run.resume), TrainingConfiguration)
@@ -85,6 +87,16 @@ def lay_groundwork(launch: Launch[TrainingConfiguration], say: Say) -> Groundwor
         prompts=prompts,
         started_at=time.time(),
     )
+
+
+def _check_places(configuration: TrainingConfiguration) -> None:
+    """Makes the folders, and finds out whether every file of the run can be written there."""
+    for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
+        make_folder(Path(folder))
+        check_writable(Path(folder) / "onegraph-probe")
+    SavePlan(configuration.saving, num_epochs=1).check_places()
+    if configuration.sampling.prompts:
+        make_folder(Path(configuration.saving.output_dir) / "sample")
 
 
 def _find_images(configuration: TrainingConfiguration) -> Dataset:

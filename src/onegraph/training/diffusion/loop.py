@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -86,7 +88,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
             losses.append(loss.detach())
         values, norm, norm_value = self.update.measured(losses)
         if not all(math.isfinite(value) for value in values):
-            self._stop_on_loss(drawn, values)
+            self._stop_on_loss(drawn, [float(loss) for loss in losses], values)
         self._take_step(norm_value, values, norm)
         if training.after_update is not None:
             training.after_update()
@@ -115,7 +117,8 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
             return
         states = random_states()
         with evaluation_weights(training.optimizer, training.parameters):
-            self.outcome.samples += training.sample(training.position.step, self._epoch_number())
+            drawn = training.ranks.first_does(partial(training.sample, training.position.step, self._epoch_number()))
+            self.outcome.samples += drawn or ()
         restore_random_states(states)
 
     def _save(self, when: When, number: int) -> None:
@@ -123,7 +126,8 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         self._write_network(training.plan.network(when, number))
         if training.configuration.saving.save_state:
             self._write_state(training.plan.state(when, number))
-        remove(training.plan.outdated(when, number))
+        if training.ranks.first:
+            remove(training.plan.outdated(when, number))
 
     def _save_at_end(self, interruption: Interruption, *, finished: bool) -> None:
         training, saving = self.training, self.training.configuration.saving
@@ -140,33 +144,46 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
     def _write_network(self, path: Path) -> None:
         training = self.training
         if training.check is not None:
-            batch = next(training.batches.epoch(training.position.epoch, training.position.batch))
-            training.check(training.recipe.draw(batch, training.position.micro_step))
+            with training.ranks.together():
+                batch = next(training.batches.epoch(training.position.epoch, training.position.batch))
+                training.check(training.recipe.draw(batch, training.position.micro_step))
         with evaluation_weights(training.optimizer, training.parameters):
-            training.save_network(path, training.position.step, self._epoch_number())
+            training.ranks.first_does(partial(training.save_network, path, training.position.step, self._epoch_number()))
         self.outcome.network = path
         training.progress.say(f"saved {path}")
 
     def _write_state(self, folder: Path) -> None:
         training = self.training
-        self.outcome.state = save_state(
-            folder,
-            position=training.position,
-            configuration=training.configuration,
-            seed=training.seed,
-            fingerprints=training.fingerprints,
-            parameters=training.parameters,
-            training=training.stateful,
-            losses=self._average.values,
+        if training.own_randomness is not None:
+            training.own_randomness.collect()
+        training.ranks.first_does(
+            partial(
+                save_state,
+                folder,
+                position=training.position,
+                configuration=training.configuration,
+                seed=training.seed,
+                fingerprints=training.fingerprints,
+                parameters=training.parameters,
+                training=training.stateful,
+                losses=self._average.values,
+            )
         )
+        self.outcome.state = folder
         training.progress.say(f"saved {folder}")
 
-    def _stop_on_loss(self, drawn: Sequence[Draws], values: Sequence[float]) -> None:
-        place, value = next((index, value) for index, value in enumerate(values) if not math.isfinite(value))
+    def _stop_on_loss(self, drawn: Sequence[Draws], own: Sequence[float], values: Sequence[float]) -> NoReturn:
+        """Every process gets here; the first that has such a loss of its own says what it is."""
+        place = next((index for index, value in enumerate(own) if not math.isfinite(value)), None)
+        found = None
+        if place is not None:
+            found = own[place], ", ".join(drawn[place].paths[:_NAMED]), self.training.recipe.first_not_finite(drawn[place])
+        everyone = [told for told in self.training.ranks.all(found) if told is not None]
+        value, images, why = everyone[0] if everyone else (max(values), "images of several processes", "Only their mean overflows.")
         self.training.optimizer.zero_grad(set_to_none=True)
         raise NumericsError(
-            f"Step {self.training.position.step + 1}: the loss is {value}, for {', '.join(drawn[place].paths[:_NAMED])}.",
-            why=f"{self.training.recipe.first_not_finite(drawn[place])} The weights were not changed by this step. {self._last_good()}",
+            f"Step {self.training.position.step + 1}: the loss is {value}, for {images}.",
+            why=f"{why} The weights were not changed by this step. {self._last_good()}",
             hint="a lower --learning_rate, or --mixed_precision=no to see whether the number format is too narrow",
             code="loss-not-finite",
         )

@@ -60,7 +60,6 @@ SETTINGS: dict[str, str] = {
     "ss_min_bucket_reso": "data.min_bucket_reso",
     "ss_max_bucket_reso": "data.max_bucket_reso",
     "ss_batch_size_per_device": "data.batch_size",
-    "ss_total_batch_size": "data.batch_size",
     "ss_resolution": "data.resolution",
     "ss_network_module": "network.module",
     "ss_network_dim": "network.rank",
@@ -108,6 +107,7 @@ class RunFacts:
         optimizer: Class and arguments, as one text.
         schedule: Name of the learning-rate schedule, or the dotted path of its class.
         bucket_info: Sizes and the images in each, as ``ss_bucket_info`` has it; None without buckets.
+        num_processes: Each of them with a batch of its own.
     """
 
     configuration: TrainingConfiguration
@@ -127,6 +127,7 @@ class RunFacts:
     num_batches_per_epoch: int
     folders: Sequence[FolderFacts]
     bucket_info: Mapping[str, object] | None = None
+    num_processes: int = 1
 
 
 def training_metadata(run: RunFacts, *, steps: int, epoch: int, now: float) -> dict[str, str]:
@@ -160,6 +161,7 @@ def training_metadata(run: RunFacts, *, steps: int, epoch: int, now: float) -> d
         "ss_num_reg_images": _num_images(regularisation),
         "ss_num_batches_per_epoch": run.num_batches_per_epoch,
         "ss_num_epochs": run.num_epochs,
+        "ss_total_batch_size": run.configuration.data.batch_size * run.num_processes,
         "ss_dataset_dirs": _json(_folder_table(train)),
         "ss_reg_dataset_dirs": _json(_folder_table(regularisation)),
         "ss_tag_frequency": _json({folder.name: tag_frequency(folder.captions) for folder in train}),

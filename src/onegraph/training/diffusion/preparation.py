@@ -39,6 +39,7 @@ from onegraph.training.diffusion.warm_up import HINT, warm_up
 from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
+from onegraph.training.ranks import OwnRandomness
 from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
 from onegraph.training.state import SavedState, check_fingerprints, restore
@@ -73,6 +74,15 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         MismatchError: Compiled and eager differ.
         NumericsError: Latents that are not finite.
     """
+    with ground.launch.ranks.together():
+        prepared = _prepare(ground, say)
+        prepared.training.own_randomness = _own_randomness(ground)
+        if ground.saved is not None:
+            _resume(prepared.training, ground.saved)
+    return prepared
+
+
+def _prepare(ground: Groundwork, say: Say) -> Prepared:
     configuration, launch = ground.configuration, ground.launch
     seed_everything(ground.seed)
     base = load_base_model(
@@ -127,6 +137,7 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         device=launch.device,
         precision=launch.precision,
         train_text_encoder="text_encoder" in parts,
+        ranks=launch.ranks,
     )
     models: dict[str, nn.Module] = {"unet": base.unet, "text_encoder": base.text_encoder}
     plan = SavePlan(configuration.saving, num_epochs=num_epochs)
@@ -166,8 +177,13 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         fingerprints=fingerprints,
         save_network=save_network,
         progress=ProgressDisplay(
-            num_steps, done=ground.saved.position.step if ground.saved else 0, num_epochs=num_epochs, quiet=configuration.logging.quiet
+            num_steps,
+            done=ground.saved.position.step if ground.saved else 0,
+            num_epochs=num_epochs,
+            quiet=configuration.logging.quiet or not launch.ranks.first,
+            stream=launch.ranks.stream,
         ),
+        ranks=launch.ranks,
         watch=warmed.watch,
         sample=partial(draw_samples, ground, base) if ground.prompts else None,
         check=(lambda draws: subject.compare(partial(recipe.loss, draws))) if strict else None,
@@ -175,8 +191,6 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         board=_make_board(ground),
     )
     training.timings.add_compile(warmed.watch.compile_seconds)
-    if ground.saved is not None:
-        _resume(training, ground.saved)
     return Prepared(training=training, base=base, parts=parts, warm_up=warmed, dataset=ground.dataset)
 
 
@@ -236,6 +250,7 @@ def _make_batches(ground: Groundwork, base: BaseModel, say: Say) -> Batches:
         flip=data.flip,
         random_crop=data.random_crop,
         num_workers=data.num_workers,
+        ranks=ground.launch.ranks,
     )
     say(str(batches))
     return batches
@@ -264,6 +279,7 @@ def _run_facts(
         num_batches_per_epoch=len(batches),
         folders=ground.dataset.folder_facts,
         bucket_info=ground.dataset.bucket_report.metadata() if configuration.data.enable_bucket else None,
+        num_processes=ground.launch.ranks.count,
     )
 
 
@@ -276,7 +292,7 @@ def _fingerprints(ground: Groundwork, base: BaseModel) -> dict[str, str]:
     if model is None:
         files = sorted(path for path in base.path.rglob("*") if path.is_file() and path.suffix in {".safetensors", ".bin", ".json"})
         model = hashlib.sha256("".join(f"{path.relative_to(base.path)} {file_hash(path)}\n" for path in files).encode()).hexdigest()
-    found = {"base model": model, "data set": ground.dataset.fingerprint}
+    found = {"base model": model, "data set": ground.dataset.fingerprint} | ground.launch.ranks.fingerprint(ground.saved)
     if ground.saved is not None:
         check_fingerprints(ground.saved, found, FREEDOM)
     return found
@@ -284,7 +300,7 @@ def _fingerprints(ground: Groundwork, base: BaseModel) -> dict[str, str]:
 
 def _make_board(ground: Groundwork) -> TensorBoard | None:
     logging = ground.configuration.logging
-    if logging.logging_dir is None:
+    if logging.logging_dir is None or not ground.launch.ranks.first:
         return None
     folder = run_folder(Path(logging.logging_dir), logging.log_prefix or "", ground.started_at, logging.tracker_name or "network_train")
     return TensorBoard(folder, dict(branches(ground.configuration)) | {"run.seed": ground.seed})
@@ -304,8 +320,19 @@ def _limit_norms(parts: Mapping[str, Adapters], largest: float) -> None:
         limit_norms(adapters, largest)
 
 
+def _own_randomness(ground: Groundwork) -> OwnRandomness | None:
+    """From here on every process draws its own: the masks of dropouts differ as those of different images do."""
+    ranks = ground.launch.ranks
+    if not ranks.several:
+        return None
+    seed_everything(stream_seed(ground.seed, "process", ranks.rank))
+    return OwnRandomness(ranks)
+
+
 def _resume(training: Training, saved: SavedState[TrainingConfiguration]) -> None:
     """Puts everything back; the random generators last, after all that may have used them."""
     restore(saved, parameters=training.parameters, training=training.stateful)
+    if training.own_randomness is not None:
+        training.own_randomness.put_back()
     training.position = saved.position
     training.losses = saved.losses

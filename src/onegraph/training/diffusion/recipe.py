@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from onegraph.training.diffusion.conditioning import encode
 from onegraph.training.diffusion.configuration import LossSettings
 from onegraph.training.diffusion.noise import Noised, NoiseSchedule, noised, sample_losses
 from onegraph.training.finite import finite, watched
+from onegraph.training.ranks import Ranks
 from onegraph.training.streams import stream_seed
 
 
@@ -59,6 +60,7 @@ class Recipe:
         device: Where the models are.
         precision: What is computed in: fp32, or the dtype of autocast.
         train_text_encoder: Whether gradients flow into the text encoder.
+        ranks: The processes of the run: together they draw what one would draw for all their images.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Recipe:
         device: torch.device,
         precision: torch.dtype = torch.float32,
         train_text_encoder: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.unet = unet
         self.text_encoder = text_encoder
@@ -87,6 +90,7 @@ class Recipe:
         self.device = device
         self.precision = precision
         self.train_text_encoder = train_text_encoder
+        self.ranks = ranks or Ranks()
         self._weight_dtype = _weight_dtype(unet)
 
     def draw(self, batch: Batch, micro_step: int) -> Draws:
@@ -98,7 +102,7 @@ class Recipe:
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "step", micro_step))
         with torch.no_grad():
             latents = self._latents(batch, generator)
-            drawn = noised(latents, self.schedule, self.settings, generator)
+            drawn = self._noised(latents, generator)
         return Draws(
             noised=drawn,
             input_ids=batch["input_ids"].to(self.device),
@@ -158,7 +162,8 @@ class Recipe:
         weight = next(self.vae.parameters())
         posterior = self.vae.encode(batch["images"].to(weight.device, weight.dtype)).latent_dist  # type: ignore[operator]
         mean, deviation = posterior.mean.float(), posterior.std.float()
-        latents: Tensor = (mean + deviation * torch.randn(mean.shape, generator=generator).to(mean.device)) * self.scaling_factor
+        noise = self.ranks.part_of_rows(torch.randn(len(mean) * self.ranks.count, *mean.shape[1:], generator=generator))
+        latents: Tensor = (mean + deviation * noise.to(mean.device)) * self.scaling_factor
         if not bool(latents.isfinite().all()):
             wrong = [path for path, latent in zip(batch["paths"], latents, strict=True) if not bool(latent.isfinite().all())]
             raise NumericsError(
@@ -168,6 +173,16 @@ class Recipe:
                 code="latent-not-finite",
             )
         return latents
+
+    def _noised(self, latents: Tensor, generator: torch.Generator) -> Noised:
+        """This process's part of what is drawn for the images of all: no two of them get the same noise, and any number gets it alike."""
+        ranks = self.ranks
+        if not ranks.several:
+            return noised(latents, self.schedule, self.settings, generator)
+        whole = latents.new_zeros(len(latents) * ranks.count, *latents.shape[1:])
+        ranks.part_of_rows(whole).copy_(latents)
+        drawn = noised(whole, self.schedule, self.settings, generator)
+        return Noised(**{field.name: ranks.part_of_rows(getattr(drawn, field.name)).clone() for field in fields(drawn)})
 
     def _predict(self, latents: Tensor, timesteps: Tensor, text: Tensor, dtype: torch.dtype | None) -> Tensor:
         # The input takes the dtype of the weights: normalisation layers don't mix formats, and autocast leaves them alone.
