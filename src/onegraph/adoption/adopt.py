@@ -12,7 +12,7 @@ from torch import nn
 
 from onegraph.adapters import Adapters
 from onegraph.adapters.replacing import Replacement
-from onegraph.adoption.emptied import Emptied
+from onegraph.adoption.emptied import Emptied, NoConfigs
 from onegraph.adoption.placing import dtype_of, placement_of, put, set_trained
 from onegraph.adoption.reading import Taken, adapters_on, taken
 from onegraph.adoption.recognition import NOTES, Held, recognised
@@ -105,6 +105,7 @@ class _Done:
                 vars(self.held.model).pop(note, None)
             if self.held.holder is not None:
                 Replacement().hang(self.held.holder, "model", Emptied())
+                setattr(self.held.holder, NOTES[0], NoConfigs())
             logger.info("%s: adopted %s", type(self.held.model).__name__, ", ".join(map(repr, self.adapters.names)))
         return self.adapters
 
@@ -122,11 +123,13 @@ def _adopted(x: object, trainable: bool | None, undo: ExitStack) -> _Done:
         return _Done(held, None)
     sites = sites_of(held.model)
     _check_names(held, sites)
-    adapters_taken = [taken(name, config, sites, held.model) for name, config in held.configs.items()]
     state = state_of(sites)
+    if state.merged:
+        unmerge(sites, undo)
+        sites = sites_of(held.model)  # PEFT merges a norm by exchanging it with its copy
+    adapters_taken = [taken(name, config, sites, held.model) for name, config in held.configs.items()]
     trains = _trains(adapters_taken, held, state) if trainable is None else trainable
     _check_convolutions(adapters_taken, state)
-    unmerge(sites, undo)
     unwrap(sites, undo)
     check_plain(held.model)
     free = [parameter for parameter in held.model.parameters() if parameter.requires_grad]

@@ -1,7 +1,8 @@
-"""What hangs in a wrapper of PEFT's in the place of the model that was taken out of it."""
+"""What a wrapper of PEFT's has in the place of the model, and of the configurations, that were taken out of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -27,6 +28,19 @@ class Emptied(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             raise refusal(f"asked for {name!r}") from None
+
+
+class NoConfigs(Mapping[str, Any]):
+    """Configurations that are nowhere: whoever looks for one is told, so that nothing empty is saved."""
+
+    def __getitem__(self, name: str) -> NoReturn:
+        raise refusal(f"asked for its adapter {name!r}")
+
+    def __iter__(self) -> NoReturn:
+        raise refusal("asked for its adapters")
+
+    def __len__(self) -> NoReturn:
+        raise refusal("asked for its adapters")
 
 
 def refusal(use: str) -> AdoptedError:

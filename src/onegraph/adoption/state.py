@@ -37,17 +37,21 @@ def state_of(sites: Sequence[Site]) -> State:
     """
     own: list[tuple[str, set[str], list[str], list[str] | None]] = []
     disabled: dict[bool, str] = {}
+    named: list[list[str]] = []
     for site in sites:
         for layer in site.theirs:
             present = adapters_on(site)
-            own.append((site.path, present, _active(layer, present), _merged(layer, present)))
+            named.append(_named(layer))
+            own.append((site.path, present, [name for name in named[-1] if name in present], _merged(layer, present)))
             disabled.setdefault(bool(getattr(layer, "disable_adapters", False)), site.path)
     if len(disabled) > 1:
         raise undecided(
             f"PEFT's layer at {disabled[True]} is disabled, the one at {disabled[False]} isn't",
             hint="enable or disable all of them: peft_model.base_model.enable_adapter_layers()",
         )
-    active = tuple(dict.fromkeys(name for _, _, names, _ in own for name in names))
+    # A layer knows the order also of those that it has nothing of.
+    running = {name for _, _, names, _ in own for name in names}
+    active = tuple(dict.fromkeys(name for names in sorted(named, key=len, reverse=True) for name in names if name in running))
     merged = tuple(dict.fromkeys(name for _, _, _, names in own for name in names or ()))
     for what, names, lists in (
         ("active", active, [(path, present, now) for path, present, now, _ in own]),
@@ -66,10 +70,10 @@ def state_of(sites: Sequence[Site]) -> State:
     return found
 
 
-def _active(layer: nn.Module, present: Collection[str]) -> list[str]:
-    """PEFT knows one name or a list of them; those that a layer has nothing of don't count."""
+def _named(layer: nn.Module) -> list[str]:
+    """The adapters that are active by what the layer says, whether it has anything of them or not; one name or a list of them."""
     named: Any = getattr(layer, "active_adapters", [])
-    return [name for name in ([named] if isinstance(named, str) else named) if name in present]
+    return [named] if isinstance(named, str) else list(named)
 
 
 def _merged(layer: nn.Module, present: Collection[str]) -> list[str] | None:

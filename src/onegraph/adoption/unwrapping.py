@@ -55,7 +55,7 @@ def unmerge(sites: Sequence[Site], undo: ExitStack) -> None:
     """
     for site in sites:
         for layer in site.layers:
-            if getattr(layer, "merged_adapters", None) and getattr(layer, "quantization_backend", None) is not None:
+            if getattr(layer, "merged_adapters", None) and _is_quantised(site.base):
                 raise unsupported(
                     f"an adapter is merged into the quantised weight of {site.path}",
                     why="Rounding to its levels can't be undone.",
@@ -66,6 +66,11 @@ def unmerge(sites: Sequence[Site], undo: ExitStack) -> None:
             if getattr(layer, "merged_adapters", None):
                 undo.callback(_again(layer))
                 _quietly(layer, "unmerge")
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return any(type(value) is not nn.Parameter or type(value.data) is not torch.Tensor or not value.is_floating_point() for value in own)
 
 
 def _again(layer: Any) -> Callable[[], None]:

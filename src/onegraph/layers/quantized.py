@@ -59,7 +59,7 @@ class EightBitLinear(QuantizedLinear):
 
     def settle(self, module: Any) -> None:
         """Bytes and scales back from ``state`` to the weight, from where a copy, a move and ``state_dict`` take them along."""
-        if module.weight.CB is None:
+        if module.weight.SCB is None:  # CB alone may be there all the same
             module.weight.CB, module.weight.SCB = module.state.CB, module.state.SCB
             module.state.CB = module.state.SCB = None
 
@@ -206,7 +206,7 @@ def _kind(module: nn.Module) -> type[QuantizedLinear] | None:
 
 def _codes_and_scales(module: Any) -> tuple[Tensor, Tensor]:
     """On the weight, or where a call of the module itself has moved them."""
-    owner = module.state if module.weight.CB is None else module.weight
+    owner = module.state if module.weight.SCB is None else module.weight
     return owner.CB, owner.SCB
 
 
