@@ -15,9 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
-from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
-from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
