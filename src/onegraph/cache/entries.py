@@ -80,8 +80,8 @@ def belongs(name: str) -> bool:
         return True
     if len(parts) < 2:
         return False
-    if len(parts) == 2 and (found := _HASHED.fullmatch(parts[1])) is not None:
-        return found.group(1) == parts[0]
+    if len(parts) == 2 and (found := _HASHED.fullmatch(parts[1])) is not None and found.group(1) == parts[0]:
+        return True
     return parts[0] in {*_GRAPHS, *_OTHERS, *_PASSING}
 
 

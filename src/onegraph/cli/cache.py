@@ -17,8 +17,8 @@ import dataclasses
 import json
 
 from onegraph.cache import clear, contents, pack, prune, unpack
-from onegraph.cache.clear import Cleared
-from onegraph.cache.contents import in_bytes
+from onegraph.cache.clearing import Cleared
+from onegraph.cache.showing import in_bytes
 
 JOBS = ("show", "pack", "unpack", "prune", "clear")
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
+from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
+from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
@@ -110,6 +112,9 @@ def compile(
     regions = [Region(path="", module=model)] if settings.regions == "whole" else regions_of(model)
     compiled = Compiled(model=model, settings=settings, regions=regions, gradient_checkpointing=gradient_checkpointing)
     if settings.active:
+        if settings.backend == "inductor":
+            precompile_when_built()
+            note_at_exit()
         compiled.protections = tuple(protection.name for protection in protections_for(settings.backend)) if protect else ()
         whole = settings.regions == "whole"
         if gradient_checkpointing and whole:

@@ -15,7 +15,7 @@ from typing import Any
 
 from onegraph.cache.entries import belongs
 from onegraph.cache.kind import Difference, MachineKind, differences, machine_kind
-from onegraph.cache.pack import FILES, FORMAT, MANIFEST
+from onegraph.cache.packing import FILES, FORMAT, MANIFEST
 from onegraph.checkpoint.atomic import make_folder
 from onegraph.doctor.cache_folder import location
 from onegraph.errors import CompileError, OutputError
