@@ -37,25 +37,25 @@ def with_caches(module: nn.Module, call: Callable[..., Any], *, dynamic: bool | 
 
 def already_compiled(model: nn.Module) -> bool:
     """Keep transformers from compiling a model a second time when it generates; False where it has nothing of the kind."""
-    if not callable(getattr(model, _COMPILES, None)):
-        return False
-    model.__dict__[_COMPILES] = functools.partial(_compiled_call, model)
-    return True
+    found = [part for part in model.modules() if all(callable(getattr(type(part), name, None)) for name in (_COMPILES, "generate"))]
+    for part in found:
+        part.__dict__[_COMPILES] = functools.partial(_compiled_call, part)
+    return bool(found)
 
 
 def compiled_by_transformers(model: nn.Module) -> None:
     """Undo ``already_compiled``."""
-    model.__dict__.pop(_COMPILES, None)
+    for part in model.modules():
+        part.__dict__.pop(_COMPILES, None)
 
 
 _COMPILES = "get_compiled_call"
 
 
 def _compiled_call(model: Any, settings: Any) -> Callable[..., Any]:
-    """In place of ``PreTrainedModel.get_compiled_call``; a copy of the model, which isn't compiled, has that back."""
-    from onegraph.compiling.compile import compiled_of
-
-    found: Callable[..., Any] = model.__call__ if compiled_of(model) is not None else type(model).get_compiled_call(model, settings)
+    """In place of ``PreTrainedModel.get_compiled_call``; a copy of the model, in which nothing is compiled, has that back."""
+    compiled = any(part._compiled_call_impl is not None for part in model.modules())
+    found: Callable[..., Any] = model.__call__ if compiled else type(model).get_compiled_call(model, settings)
     return found
 
 

@@ -33,7 +33,8 @@ class OneLayer(Cache):
 
     def get_seq_length(self, *layer_idx: int) -> Any:
         """How many positions the layer holds; without a number, what the cache of the model says."""
-        return self._own.get_seq_length() if layer_idx else super().get_seq_length()
+        # Asking for the length leaves the number unread, asking whether there is one doesn't.
+        return self._own.get_seq_length() if len(layer_idx) else super().get_seq_length()
 
 
 class _Layers:
