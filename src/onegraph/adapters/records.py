@@ -27,8 +27,10 @@ class Record:
     def of(cls, entries: Iterable[PlanEntry]) -> Record:
         """Without slots yet."""
         methods = {entry.path: entry.method for entry in entries}
+        # One object for all layers that share it, whatever their ranks: a graph depends on which of its objects are the same one.
         known: dict[Method, Method] = {}
-        return cls(methods, {path: known.setdefault(method, method.structure()) for path, method in methods.items()})
+        structures = {path: method.structure() for path, method in methods.items()}
+        return cls(methods, {path: known.setdefault(structure, structure) for path, structure in structures.items()})
 
     def by_structure(self) -> dict[Method, list[str]]:
         """Structure -> paths."""
