@@ -15,6 +15,7 @@ from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 from onegraph.training.diffusion import loop
+from onegraph.training.update import Update
 from tiny_run import Ingredients, assert_same_weights, differ, make_images, make_ingredients, metadata, train, weights
 
 LOADER = "onegraph.training.diffusion.preparation.load_base_model"
@@ -153,10 +154,11 @@ def test_two_accumulated_batches_are_one_batch_of_two(tiny: Ingredients, tmp_pat
     same = tiny.flags(tmp_path / "out", "--optimizer_type=SGD", "--learning_rate=1", images=images)
     gradients: list[dict[str, torch.Tensor]] = []
 
-    def remember(self: loop.Loop) -> None:
-        gradients.append({name: value.grad.clone() for name, value in self.training.parameters.items() if value.grad is not None})
+    def remember(self: Update, norm: torch.Tensor) -> bool:
+        gradients.append({name: value.grad.clone() for name, value in self.parameters.items() if value.grad is not None})
+        return True
 
-    monkeypatch.setattr(loop.Loop, "_update", remember)
+    monkeypatch.setattr(Update, "take", remember)
     # noise differs by its place in a batch: take a timestep range of one and no noise, so that only the images count
     monkeypatch.setattr("onegraph.training.diffusion.noise.draw_noise", lambda latents, settings, generator: torch.ones_like(latents))
     fixed = ["--min_timestep=500", "--max_timestep=501", "--max_train_steps=1", "--max_grad_norm=0"]
