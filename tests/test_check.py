@@ -226,10 +226,11 @@ def test_a_recompile_names_the_guard() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return super().forward(x) * self.calls
+            return super().forward(x) + 0 * self.calls
 
     torch.manual_seed(0)
-    report = og.check(Counting(), torch.randn(ROWS, 6), backend="eager", loss=lambda output: (output / output.detach().norm()).sum())
+    report = og.check(Counting(), torch.randn(ROWS, 6), backend="eager")
+    assert report.agrees
     assert not report.right
     found = str(report.all_recompiles[0])
     assert "calls" in found

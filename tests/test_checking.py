@@ -177,12 +177,13 @@ def test_recompiles_are_reported() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return super().forward(x) * self.calls
+            return super().forward(x) + 0 * self.calls
 
     torch.manual_seed(0)
     net = Counting()
     og.attach(net, og.LoRA(rank=2), targets=["first"])
-    report = og.check(net, torch.randn(4, 6), backend="eager", loss=lambda output: (output / output.detach().norm()).sum())
+    report = og.check(net, torch.randn(4, 6), backend="eager")
+    assert report.agrees
     assert report.recompiles
     assert not report.right
 

@@ -94,7 +94,8 @@ def _sd3(config: Any, rows: int, size: int, generator: torch.Generator) -> dict[
 
 def _flux(config: Any, rows: int, size: int, generator: torch.Generator) -> dict[str, Any]:
     side = size // 2
-    places = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(side), torch.arange(side), indexing="ij"), dim=-1)
+    line = torch.arange(side, dtype=torch.float32)
+    places = torch.stack(torch.meshgrid(torch.zeros(1), line, line, indexing="ij"), dim=-1)
     batch: dict[str, Any] = {
         "hidden_states": _normal(generator, rows, side * side, config.in_channels),
         "encoder_hidden_states": _normal(generator, rows, _TOKENS, config.joint_attention_dim),
@@ -125,6 +126,8 @@ def _transformers(model: Any, rows: int, length: int, size: int, generator: torc
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         if "labels" in known and name.endswith(_LABELLED):
             batch["labels"] = batch["input_ids"]
+        if "decoder_input_ids" in known and getattr(model.config, "is_encoder_decoder", False):
+            batch["decoder_input_ids"] = batch["input_ids"]
         if "use_cache" in known:
             batch["use_cache"] = False
     if "labels" in known and "labels" not in batch and name.endswith("Classification") and "Token" not in name:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from onegraph.compiling import BreakPoint
-from onegraph.explain import find
+from onegraph.explain import Strength, explain
 
-# Looked up in the line itself and dynamo's reason, the first match wins.
+# Looked up in the line itself, then in what dynamo says of it; the first match wins.
 _INSTEAD: tuple[tuple[str, str], ...] = (
+    (r"\bopen\(|\btime\.\w+\(|(?<!torch\.)\brandom\.\w+\(", "do it outside of the model and pass the result in"),
     (r"graph_break\(\)", "take torch._dynamo.graph_break() out"),
     (
         r"\.item\(\)|Tensor\.item|\bfloat\(|\bint\(|\bbool\(",
@@ -25,7 +26,6 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
         "torch.where(mask, x, 0.0): the same shape for any mask",
     ),
     (r"numpy|\bnp\.", "torch's function of the same name"),
-    (r"\bopen\(|time\.|random\.", "do it outside of the model and pass the result in"),
     (r"register_hook|\.backward\(\)|autograd\.grad", "do it outside of what is compiled"),
     (r"custom|extension|pybind|C\+\+|\.so\b", "register it with @torch.library.custom_op and give it a register_fake"),
 )
@@ -33,12 +33,16 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
 
 def instead(point: BreakPoint) -> str:
     """What to write instead: the line's own case first, then the catalogue of failures, then dynamo's own hint."""
-    text = f"{point.source}\n{point.reason}"
-    for pattern, advice in _INSTEAD:
-        if re.search(pattern, text, re.MULTILINE):
-            return advice
-    for entry in find(point.number) if point.number else ():
-        for workaround in entry.workarounds:
-            return f"{workaround.action} ({entry.id})"
+    first, _, explanation = point.reason.partition(". ")
+    # a library's explanation names other cases as examples: it is read last
+    for text in (point.source, first, explanation):
+        for pattern, advice in _INSTEAD:
+            if re.search(pattern, text, re.MULTILINE):
+                return advice
+    # the number alone stands for many causes; an entry has to know the words, or the file
+    for candidate in explain(f'  File "{point.file}", line {point.line}\n{point}'):
+        if candidate.strength > Strength.POSSIBLE:
+            for workaround in candidate.entry.workarounds:
+                return f"{workaround.action} ({candidate.entry.id})"
     useful = [hint for hint in point.hints if "report an issue" not in hint]
     return useful[0] if useful else "move the line outside of the compiled module, or compile by smaller regions"

@@ -22,7 +22,7 @@ from onegraph.checking.train_run import train
 from onegraph.checking.variations import situations
 from onegraph.compiling import Compiled, CompileSettings, Watch, break_mark, breaks_since, compile, compiled_of, set_aside
 from onegraph.compiling.failures import explained
-from onegraph.errors import ConfigurationError, NumericsError
+from onegraph.errors import CompileError, ConfigurationError, NumericsError, OutputError
 
 FIRST = "the batch itself"
 _RANDOM = {"fallback_random": True}
@@ -84,7 +84,9 @@ def check(
     try:
         with _as_before(subject), explained(str(compiled.settings.backend)):
             report = _measured(subject, compiled, backend_name, chosen, steps=run_length, name=name, say=say)
-            if not report.agrees and (thorough if bisect is None else bisect):
+            if earlier is None and not report.graphs:
+                report = replace(report, compiled_nothing=True)
+            if _faulty(report) and (thorough if bisect is None else bisect):
                 culprit = _located(subject, compiled, report, backend_name, None if script is None else Path(script), say)
                 report = replace(report, culprit=culprit)
     finally:
@@ -116,7 +118,9 @@ def _measured(
             say(f"{steps} steps, eager and compiled ...")
             training = train(subject, steps=steps)
         variations = [
-            _with_dropout(subject, situation, compiled, say) if situation.random else _tried(subject, situation, say)
+            _with_dropout(subject, situation, compiled, backend_name, say)
+            if situation.random
+            else _tried(subject, situation, backend_name, say)
             for situation in chosen
         ]
     finally:
@@ -139,6 +143,13 @@ def _measured(
         training=training,
         notes=_notes(subject),
     )
+
+
+def _faulty(report: Report) -> bool:
+    """Whether a number is wrong, so that a module can be looked for."""
+    failed = any(variation.failed for variation in report.variations)
+    others = replace(report, variations=tuple(variation for variation in report.variations if not variation.failed)) if failed else report
+    return not others.agrees
 
 
 def _chosen(known: list[Situation], wanted: bool | Sequence[str]) -> list[Situation]:
@@ -167,24 +178,29 @@ def _again(subject: Subject) -> None:
             subject.call(subject.batch)
 
 
-def _tried(subject: Subject, situation: Situation, say: Callable[[str], None]) -> Variation:
+def _tried(subject: Subject, situation: Situation, backend: str, say: Callable[[str], None]) -> Variation:
     say(f"situation: {situation.name} ...")
     try:
         reason = skipped_in_eager(subject, situation)
-        return Variation(name=situation.name, skipped=reason) if reason else run(subject, situation)
+        if reason:
+            return Variation(name=situation.name, skipped=reason)
+        with explained(backend):
+            return run(subject, situation)
     except NumericsError as error:
         return Variation(name=situation.name, skipped=error.what)
+    except CompileError as error:  # what was found so far counts
+        return Variation(name=situation.name, failed=" ".join(filter(None, (error.what, error.why))))
 
 
-def _with_dropout(subject: Subject, situation: Situation, compiled: Compiled, say: Callable[[str], None]) -> Variation:
+def _with_dropout(subject: Subject, situation: Situation, compiled: Compiled, backend: str, say: Callable[[str], None]) -> Variation:
     """Inductor draws its own random numbers unless told otherwise, so this needs another compilation."""
     if compiled.settings.backend != "inductor":
-        return _tried(subject, situation, say)
+        return _tried(subject, situation, backend, say)
     protect = bool(compiled.protections)
     with set_aside(subject.model):
         other = compile(subject.model, compiled.settings, options={**compiled.settings.options, **_RANDOM}, protect=protect)
         try:
-            return _tried(subject, situation, say)
+            return _tried(subject, situation, backend, say)
         finally:
             other.restore()
 
@@ -204,16 +220,19 @@ def _located(
     first_wrong = settings.backend if culprit.backend == backend_name else culprit.backend
     adapters = [] if subject.adapters is None else [subject.adapters]
     with set_aside(subject.model), without_dropout(adapters), probe_values(subject.trained()):
-        path, shown, note = write_script(
-            folder,
-            own,
-            there,
-            backend=first_wrong,
-            backend_name=culprit.backend,
-            options=settings.options,
-            dynamic=settings.dynamic,
-            allowed=report.comparison.tolerance.relative,
-        )
+        try:
+            path, shown, note = write_script(
+                folder,
+                own,
+                there,
+                backend=first_wrong,
+                backend_name=culprit.backend,
+                options=settings.options,
+                dynamic=settings.dynamic,
+                allowed=report.comparison.tolerance.relative,
+            )
+        except OutputError as error:  # a full disk doesn't take back what was found
+            path, shown, note = None, None, f"no script: {error.what}"
     notes = "; ".join(filter(None, (culprit.note, note)))
     return replace(culprit, script=path, shown=shown, note=notes)
 
@@ -222,7 +241,7 @@ def _where(subject: Subject, report: Report) -> tuple[Situation, list[str]]:
     """The first situation that is wrong, and the parameters with wrong gradients in it."""
     if not report.comparison.right or any(row.wrong for row in report.outputs):
         return Situation(name=FIRST), [row.name for row in report.comparison.faults]
-    wrong = next((variation for variation in report.variations if variation.outcome == "wrong"), None)
+    wrong = next((variation for variation in report.variations if variation.outcome == "wrong" and not variation.failed), None)
     if wrong is None:  # the training run alone: weights that change between two calls
         return next(situation for situation in situations(subject) if situation.name == "weights changed in place"), []
     faults = [] if wrong.comparison is None else [row.name.rpartition(": ")[2] for row in wrong.comparison.faults]

@@ -239,18 +239,23 @@ def compare(
 
 
 def _norm(gradient: torch.Tensor | None) -> float:
-    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient.double()))
+    return 0.0 if gradient is None else float(torch.linalg.vector_norm(in_double(gradient)))
 
 
 def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     if found is None or expected is None:
         return _norm(expected if found is None else found)
-    return float(torch.linalg.vector_norm(found.double() - expected.double()))
+    return float(torch.linalg.vector_norm(in_double(found) - in_double(expected)))
 
 
 def _gain(found: torch.Tensor | None, expected: torch.Tensor) -> float:
-    reference = expected.double().flatten()
-    return 0.0 if found is None else float(found.double().flatten() @ reference / (reference @ reference))
+    reference = in_double(expected).flatten()
+    return 0.0 if found is None else float(in_double(found).flatten() @ reference / (reference @ reference))
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _ratio(part: float, whole: float) -> float:

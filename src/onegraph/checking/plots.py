@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 
 import matplotlib
@@ -84,11 +85,13 @@ def _svg(draw: Callable[[Axes], None], *, height: float) -> str:
     figure = Figure(figsize=(7.5, height), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
-    draw(axes)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=7)
     target = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "onegraph", "svg.fonttype": "none"}):
+    # names are no formulas, and the reader's own fonts show what this machine's can't
+    with matplotlib.rc_context({"svg.hashsalt": "onegraph", "svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Gg]lyph")
+        draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
         figure.savefig(target, format="svg", metadata={"Date": None})
     text = target.getvalue()
     return text[text.index("<svg") :]

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def raised(models: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Inside it all floating-point parameters and buffers of ``models`` have ``dtype``; afterwards their old memory is back, bit for bit.
+    """Inside it all parameters and buffers of ``models`` have ``dtype`` (complex ones such parts); afterwards their old memory is back.
 
     The old tensors are kept meanwhile, so this needs one more copy of the weights, in ``dtype``. Settings that adapters keep outside
     parameters and buffers stay as they are: they are 0-d, and 0-d tensors don't decide a result's dtype.
@@ -21,12 +21,15 @@ def raised(models: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     try:
         for model in models:
             for tensor in [*model.parameters(), *model.buffers()]:
-                if id(tensor) in seen or not tensor.is_floating_point() or tensor.dtype == dtype:
+                if id(tensor) in seen or not (tensor.is_floating_point() or tensor.is_complex()):
+                    continue
+                wanted = dtype.to_complex() if tensor.is_complex() else dtype
+                if tensor.dtype == wanted:
                     continue
                 seen.add(id(tensor))
                 kept.append((tensor, tensor.data))
                 tensor.grad = None
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = tensor.data.to(wanted)
         yield
     finally:
         for tensor, data in kept:

@@ -40,6 +40,7 @@ class Report:
         training: The short training run.
         culprit: Where the fault is, when one was found and looked for.
         notes: Sentences on what the figures mean here.
+        compiled_nothing: Whether not one graph came of it, so that eager was compared with eager.
     """
 
     comparison: Comparison
@@ -58,6 +59,7 @@ class Report:
     training: TrainRun | None = None
     culprit: Culprit | None = None
     notes: tuple[str, ...] = ()
+    compiled_nothing: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -71,8 +73,17 @@ class Report:
 
     @property
     def right(self) -> bool:
-        """True when numbers agree, and nothing broke or recompiled."""
-        return self.agrees and not self.breaks and not self.break_points and not self.all_recompiles
+        """True when numbers agree, something was compiled, and nothing broke or recompiled."""
+        return self.agrees and not self.compiled_nothing and not self.breaks and not self.break_points and not self.all_recompiles
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        if not self.agrees:
+            return "WRONG"
+        if self.compiled_nothing:
+            return "NOTHING was compiled: dynamo left all of it eager, and eager agrees with itself"
+        return "right" if self.right else "the numbers are right, but not one graph"
 
     @property
     def all_recompiles(self) -> tuple[Recompile, ...]:
@@ -80,8 +91,7 @@ class Report:
         return (*self.recompiles, *(recompile for variation in self.variations for recompile in variation.recompiles))
 
     def __str__(self) -> str:
-        verdict = "right" if self.right else "the numbers are right, but not one graph" if self.agrees else "WRONG"
-        lines = [f"{self.name or 'model'}: {verdict}", self.compiled]
+        lines = [f"{self.name or 'model'}: {self.verdict}", self.compiled]
         lines.append(f"outputs     error {self.output_error:.1e} of their norm (allowed {self.output_allowed:.0e} beside eager's own)")
         lines += [f"  wrong     {row}" for row in self.outputs if row.wrong]
         lines.append(f"training    {self.comparison}")
@@ -115,6 +125,7 @@ class Report:
             "right": self.right,
             "agrees": self.agrees,
             "compiled": self.compiled,
+            "compiled_nothing": self.compiled_nothing,
             "precision": str(comparison.precision).removeprefix("torch."),
             "reference": str(comparison.reference).removeprefix("torch."),
             "output_error": self.output_error,
@@ -200,6 +211,7 @@ def _variation(variation: Variation) -> dict[str, Any]:
         "name": variation.name,
         "outcome": variation.outcome,
         "skipped": variation.skipped,
+        "failed": variation.failed,
         "output_error": variation.output_error,
         "outputs": [_row(row) for row in variation.outputs],
         "gradient_error": None if comparison is None else comparison.total_error,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from onegraph.checking.situations import Situation
 from onegraph.checking.subject import Subject
-from onegraph.errors import OutputError
+from onegraph.checkpoint.atomic import atomic_write_all, make_folder
 
 SCRIPT = "reproduce.py"
 DATA = "reproduce.pt"
@@ -140,12 +140,15 @@ def write_script(
         allowed=allowed,
     )
     path = folder / SCRIPT
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DATA).write_bytes(buffer.getvalue())
-        path.write_text(program, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder} can't be written: {error}", hint="choose another folder") from error
+    make_folder(folder)
+    # together: of two checks at once, the program must not read the other's data
+    atomic_write_all(
+        {
+            folder / DATA: lambda there: there.write_bytes(buffer.getvalue()),
+            path: lambda there: there.write_text(program, encoding="utf-8"),
+        },
+        num_bytes=len(buffer.getvalue()),
+    )
     if not runnable:
         return path, None, "the backend is an object of your program: put it into the script by hand"
     return path, _shows(path), ""

@@ -68,6 +68,7 @@ class Variation:
         compilations: What was compiled for it.
         unexpected: Compilations that it should have done without.
         skipped: Why it wasn't run.
+        failed: What went wrong when it was run compiled, where eager runs.
     """
 
     name: str
@@ -76,12 +77,15 @@ class Variation:
     compilations: tuple[Recompile, ...] = ()
     unexpected: bool = False
     skipped: str = ""
+    failed: str = ""
 
     @property
     def outcome(self) -> Outcome:
         """Of the numbers alone."""
         if self.skipped:
             return "skipped"
+        if self.failed:
+            return "wrong"
         return "right" if not self.faults and (self.comparison is None or self.comparison.right) else "wrong"
 
     @property
@@ -102,6 +106,8 @@ class Variation:
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.name}: not run: {self.skipped}"
+        if self.failed:
+            return f"{self.name}: wrong: eager runs, compiled fails: {self.failed}"
         gradients = "" if self.comparison is None else f", gradients {self.comparison.total_error:.1e}"
         compiled = f", {len(self.compilations)} compilations" if self.compilations else ""
         return f"{self.name}: {self.outcome}, outputs {self.output_error:.1e}{gradients}{compiled}"
@@ -170,7 +176,7 @@ def skipped_in_eager(subject: Subject, situation: Situation) -> str:
 
 def _trained(subject: Subject, situation: Situation) -> tuple[Comparison, list[GradientRow]]:
     leaves, batch = _leaves(situation.batch or subject.batch, every=situation.inputs)
-    parameters = {**situation.parameters(subject), **{f"input {name}": leaf for name, leaf in leaves.named_buffers()}}
+    parameters = {**situation.parameters(subject), **leaves.named}
     reference = subject.precision if situation.random else subject.reference
     recorded: list[dict[str, Tensor]] = []
 
@@ -263,6 +269,18 @@ def _finite(found: Tensor | None, expected: Tensor) -> Tensor | None:
 class _Leaves(nn.Module):
     """Inputs that get a gradient, where ``raised`` finds them. As buffers: a Parameter would be another type to a compiled graph."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: dict[str, Tensor] = {}
+
+    def leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """The one of that name. As a buffer it has a number: an input may be called what a module calls something else."""
+        if name not in self.named:
+            place = f"leaf{len(self.named)}"
+            self.register_buffer(place, tensor.detach().clone().requires_grad_())
+            self.named[name] = self.get_buffer(place)
+        return self.named[name]
+
 
 def _leaves(batch: Arguments, *, every: bool) -> tuple[_Leaves, Arguments]:
     """The batch with leaves of its own for inputs that require a gradient, or for every floating-point one."""
@@ -272,10 +290,7 @@ def _leaves(batch: Arguments, *, every: bool) -> tuple[_Leaves, Arguments]:
     def leaf(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or not (every or tensor.requires_grad):
             return tensor
-        name = names[id(tensor)].replace(".", "_")
-        if name not in dict(holder.named_buffers()):
-            holder.register_buffer(name, tensor.detach().clone().requires_grad_())
-        return holder.get_buffer(name)
+        return holder.leaf(f"input {names[id(tensor)]}", tensor)
 
     args, kwargs = tree_map_only(Tensor, leaf, batch)
     return holder, (args, kwargs)

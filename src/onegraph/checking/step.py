@@ -13,7 +13,7 @@ from onegraph.checking.comparison import Comparison, Tolerance, compare
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
 from onegraph.compiling import eager
-from onegraph.errors import NumericsError
+from onegraph.errors import ConfigurationError, NumericsError
 
 # Large enough that every gradient is well above round-off, small enough that no activation overflows in half precision.
 _PROBE_STANDARD_DEVIATION = 0.02
@@ -49,6 +49,7 @@ def compare_step(
             its own.
 
     Raises:
+        ConfigurationError: ``no-loss``: the step's loss isn't a number, or nothing trained is in it.
         NumericsError: ``not-finite``: eager itself gives NaN or infinity.
     """
     reference = reference or torch.float32
@@ -58,9 +59,10 @@ def compare_step(
             rewind()
             _forget(parameters)
             loss = step(dtype)
+            _require_scalar(loss)
             wanted = [parameter for parameter in parameters.values() if parameter.requires_grad]
             torch.autograd.backward(loss, inputs=None if everywhere else wanted)
-            found = {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in parameters.items()}
+            found = {name: None if parameter.grad is None else dense(parameter.grad) for name, parameter in parameters.items()}
             return float(loss.detach()), found
 
         with gradients_kept(parameters):
@@ -87,6 +89,27 @@ def _forget(parameters: Mapping[str, torch.Tensor]) -> None:
         parameter.grad = None
 
 
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy; an embedding with ``sparse=True`` has a sparse gradient."""
+    gradient = gradient.detach()
+    return gradient.clone() if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _require_scalar(loss: object) -> None:
+    """A loss that nothing can be differentiated from is a mistake, not a fault of the compiler."""
+    hint = "a loss that is one number and made of the model's output by torch's functions, such as output.square().mean()"
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigurationError(f"The loss is {found}, not a tensor with one number.", hint=hint, code="no-loss")
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "The loss doesn't depend on anything that is trained.",
+            why="The model runs under torch.no_grad, detaches its output, or doesn't use the parameters that require a gradient.",
+            hint=hint,
+            code="no-loss",
+        )
+
+
 def _require_finite(loss: float, gradients: Mapping[str, torch.Tensor | None]) -> None:
     broken = [name for name, gradient in gradients.items() if gradient is not None and not torch.isfinite(gradient).all()]
     if torch.isfinite(torch.tensor(loss)) and not broken:
@@ -94,7 +117,7 @@ def _require_finite(loss: float, gradients: Mapping[str, torch.Tensor | None]) -
     raise NumericsError(
         f"The eager step itself isn't finite: loss {loss}" + (f", and {len(broken)} gradients, first {broken[0]}" if broken else "") + ".",
         why="There is nothing right to compare the compiled step with.",
-        hint="look for NaN in the latents and the base model's weights; try --mixed_precision=no",
+        hint="look for NaN in what goes in and in the model's weights, or a loss that is too large; try fp32",
     )
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from onegraph.adapters import Adapters, adapters_of
-from onegraph.checking.comparison import TOLERANCES
+from onegraph.checking.comparison import TOLERANCES, in_double
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.step import gradients_kept, without_dropout
 from onegraph.compiling import device_of, eager
-from onegraph.errors import ConfigurationError
+from onegraph.errors import ConfigurationError, NumericsError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positions and keywords."""
@@ -26,6 +28,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # The weights once more in the reference's precision, and about as much again for what a backward pass keeps.
 _COPIES = 2
 _OF_FREE_MEMORY = 0.8
+# Sums in another order, as on a GPU, stay far below it; a counter or a clock doesn't.
+_REPEATED = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +82,20 @@ def subject_of(
         batch: A mapping (passed as keywords), a tuple or list (passed as positions) or one tensor.
         loss: By default the output's own ``loss``, else a fixed random projection of its floating-point tensors.
         reference: The dtype of the reference, if it is to be another one.
+
+    Raises:
+        ConfigurationError: ``reference-coarse``: a reference that is less precise than the model.
+        NumericsError: ``not-repeatable``: eager gives different outputs for the same batch and random numbers.
     """
     arguments = arguments_of(batch)
     precision = precision_of(model, arguments)
+    if reference is not None and torch.finfo(reference).eps > torch.finfo(precision).eps:
+        raise ConfigurationError(
+            f"The reference {_short(reference)} is coarser than the model, which computes in {_short(precision)}.",
+            why="What is measured against must be at least as exact as what is measured.",
+            hint=f"the reference {_short(precision)} or float64",
+            code="reference-coarse",
+        )
     subject = Subject(
         model=model,
         batch=arguments,
@@ -111,34 +126,56 @@ def precision_of(model: nn.Module, batch: Arguments) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in [*model.parameters(), *tensors_of(batch)] if tensor.is_floating_point()}
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
+    dtypes |= {tensor.dtype.to_real() for tensor in [*model.parameters(), *tensors_of(batch)] if tensor.is_complex()}
     known = [dtype if dtype in TOLERANCES else torch.bfloat16 for dtype in dtypes]
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in a nest of tuples, lists and mappings."""
+    """All tensors in a nest of tuples, lists, mappings and dataclasses."""
     leaves, _ = tree_flatten(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_of([getattr(leaf, part.name, None) for part in fields(leaf)])
+        elif isinstance(leaf, Mapping):  # one that torch doesn't know
+            found += tensors_of(list(leaf.values()))
+    return found
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether it is compared: whole numbers, such as the place of the largest, jump where round-off tips the scales."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """The same nest with every floating-point tensor in ``dtype``."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    """The same nest with every floating-point tensor in ``dtype``, and complex ones of such parts."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, tree)
 
 
 def named_outputs(output: Any) -> dict[str, Tensor]:
-    """The floating-point tensors of an output, by field where it has fields, by place where not."""
+    """The floating-point and complex tensors of an output, by field where it has fields, by place where not."""
     if isinstance(output, Tensor):
-        return {"output": output} if output.is_floating_point() else {}
+        return {"output": output} if _counts(output) else {}
     if isinstance(output, Mapping):
         parts = {str(name): value for name, value in output.items()}
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = {part.name: getattr(output, part.name, None) for part in fields(output)}
     elif isinstance(output, tuple | list):
         parts = {f"output {number}": value for number, value in enumerate(output)}
     else:
         parts = {"output": output}
     found: dict[str, Tensor] = {}
     for name, value in parts.items():
-        tensors = [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+        tensors = [tensor for tensor in tensors_of(value) if _counts(tensor)]
         found |= {name if len(tensors) == 1 else f"{name} {number}": tensor for number, tensor in enumerate(tensors)}
     return found
 
@@ -150,14 +187,15 @@ def projection(output: Any) -> Tensor:
         return own
     generator = torch.Generator().manual_seed(1)
     total: Tensor | None = None
-    for tensor in named_outputs(output).values():
+    for found in named_outputs(output).values():
+        tensor = torch.view_as_real(found) if found.is_complex() else found
         target = torch.randn(tensor.shape, generator=generator).to(tensor)
         term = (tensor - target).float().square().mean() if tensor.dtype != torch.float64 else (tensor - target).square().mean()
         total = term if total is None else total + term
     if total is None:
         raise ConfigurationError(
-            "The model's output holds no floating-point tensor, so there is no loss to check.",
-            hint="pass loss=, a function from the output to a scalar",
+            f"The model's output, {type(output).__name__}, holds no floating-point tensor, so there is no loss to check.",
+            hint="give a loss, a function from the output to a scalar: loss= in Python, or behind the batch: return model, batch, loss",
             code="no-loss",
         )
     return total
@@ -186,25 +224,75 @@ def without_model_dropout(model: nn.Module) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers, such as the running means of a batch norm, hold what they held."""
+def buffers_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Afterwards, and when the function that it yields is called, buffers such as a batch norm's running means hold what they held."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         with torch.no_grad():
             for buffer, values in before:
                 buffer.copy_(values)
 
+    try:
+        yield put_back
+    finally:
+        put_back()
+
 
 def draws_random_numbers(subject: Subject) -> bool:
-    """Whether the output depends on the random state, with every known dropout off."""
-    with torch.no_grad(), eager(), same_random_state() as rewind:
+    """Whether the output depends on the random state, with every known dropout off, in training or in evaluation.
+
+    Raises:
+        NumericsError: ``not-repeatable``.
+    """
+    was_training = subject.model.training
+    modes = [(module, module.training) for module in subject.model.modules()]
+    try:
+        return any(_draws(subject, training=training) for training in (True, False))
+    finally:
+        subject.model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
+
+
+def _draws(subject: Subject, *, training: bool) -> bool:
+    subject.model.train(training)
+    with torch.no_grad(), eager(), same_random_state() as rewind, buffers_kept(subject.model) as put_back:
+
+        def once() -> dict[str, Tensor]:
+            put_back()
+            rewind()
+            return {name: tensor.clone() for name, tensor in named_outputs(subject.call(subject.batch)).items()}
+
+        first = once()
+        if training and (off := max(_differences(first, once()), default=0.0)) > _REPEATED:
+            raise NumericsError(
+                f"Eager itself gives other outputs when it is called again ({off:.1%} off), with the same batch and random numbers.",
+                why="The model keeps something between two calls, or draws numbers that no seed decides, so there is nothing right to "
+                "compare the compiled model with.",
+                hint="look for counters and caches among the module's attributes, for clocks, and for generators of the model's own",
+                code="not-repeatable",
+            )
+        put_back()
         rewind()
-        first = named_outputs(subject.call(subject.batch))
-        torch.manual_seed(torch.initial_seed() + 1)
-        second = named_outputs(subject.call(subject.batch))
-    return any(not torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first if name in second)
+        torch.manual_seed(torch.initial_seed() ^ 1)
+        random.seed(1)
+        numpy.random.seed(1)
+        other = named_outputs(subject.call(subject.batch))
+    return any(off > 0 for off in _differences(first, other))
+
+
+def _differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[float]:
+    """How far apart outputs are, as shares of their norms; what isn't finite counts as nothing."""
+    for name, tensor in one.items():
+        there = other.get(name)
+        if there is None or there.shape != tensor.shape:
+            yield 1.0
+            continue
+        expected = in_double(tensor)
+        difference = torch.linalg.vector_norm((in_double(there) - expected).nan_to_num(0, 0, 0))
+        norm = torch.linalg.vector_norm(expected.nan_to_num(0, 0, 0))
+        yield float(difference / norm) if norm else float(difference)
 
 
 def _best_reference(subject: Subject) -> torch.dtype:
@@ -234,3 +322,7 @@ def _runs(subject: Subject, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError):
         return False
     return True
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

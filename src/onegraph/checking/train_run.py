@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from onegraph.checking.comparison import TOLERANCES, Tolerance
+from onegraph.checking.comparison import TOLERANCES, Tolerance, in_double
 from onegraph.checking.precision import raised
 from onegraph.checking.random_state import same_random_state
-from onegraph.checking.step import probe_values, without_dropout
+from onegraph.checking.step import dense, probe_values, without_dropout
 from onegraph.checking.subject import Subject, without_model_dropout
 from onegraph.compiling import device_of, eager
+from onegraph.compiling.outside import outside_graphs
 
 # Of the norm of all weights that are trained: large enough that the loss moves in 20 steps, small enough for most landscapes.
 _FIRST_STEP = 0.02
@@ -150,7 +151,7 @@ def train(subject: Subject, *, steps: int) -> TrainRun | None:
                         reference, end = _descend(subject, parameters, subject.reference, rate, steps)
             compiled, compiled_end = once(None, rate, steps)
             restore()
-            start = [parameter.detach().to("cpu", torch.float64, copy=True) for parameter in parameters.values()]
+            start = [in_double(parameter.detach().cpu()).clone() for parameter in parameters.values()]
     finally:
         subject.model.train(was_training)
     return TrainRun(
@@ -209,7 +210,7 @@ def _descend(
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    end = [parameter.detach().to("cpu", torch.float64, copy=True) for parameter in parameters.values()]
+    end = [in_double(parameter.detach().cpu()).clone() for parameter in parameters.values()]
     return Run(losses=tuple(losses), seconds=tuple(seconds), kept_bytes=kept, peak_bytes=peak), end
 
 
@@ -219,6 +220,8 @@ def _counted(model: nn.Module) -> Iterator[list[int]]:
     seen = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     count = [0]
 
+    # where the model runs eager inside what was to be compiled, dynamo would trace this, and count it as a break of the model's
+    @outside_graphs
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
@@ -234,7 +237,7 @@ def _rate(once: Once, subject: Subject, parameters: Mapping[str, nn.Parameter], 
     """A step size at which eager's loss falls from the start."""
     norm = _norm([parameter.detach() for parameter in parameters.values()])
     torch.autograd.backward(subject.loss(subject.call(subject.batch)), inputs=list(parameters.values()))
-    gradient = _norm([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
+    gradient = _norm([dense(parameter.grad) for parameter in parameters.values() if parameter.grad is not None])
     rate = _FIRST_STEP * norm / gradient if gradient else 0.0
     for _ in range(_HALVINGS):
         losses = once(None, rate, min(3, steps))[0].losses
@@ -245,7 +248,7 @@ def _rate(once: Once, subject: Subject, parameters: Mapping[str, nn.Parameter], 
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor.double())) for tensor in tensors))
+    return math.hypot(*(float(torch.linalg.vector_norm(in_double(tensor))) for tensor in tensors))
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -32,11 +33,13 @@ from onegraph.checking.page import page
 from onegraph.checking.report import plain
 from onegraph.checking.targets import PARTS, Target, from_folder, from_function, is_function
 from onegraph.checkpoint import load
-from onegraph.checkpoint.atomic import atomic_write
+from onegraph.checkpoint.atomic import atomic_write, check_writable
+from onegraph.cli.explain import offer
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_backend
-from onegraph.errors import ConfigurationError, ModelFileError, OnegraphError, nearest
+from onegraph.errors import ConfigurationError, ModelFileError, OnegraphError, OutputError, nearest
 from onegraph.layers import describe
 from onegraph.methods import METHODS, Method
+from onegraph.training.output import lasting_output
 
 RIGHT, WRONG, COULD_NOT_RUN = 0, 1, 2
 DTYPES = {
@@ -49,6 +52,7 @@ DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
+_TOLD_LINES = 8
 # A part of another method, never alone.
 _METHODS = {name: kind for name, kind in METHODS.items() if name != "with_bias"}
 
@@ -59,17 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=PARTS, help="which model of a pipeline; by default the first that is there")
     parser.add_argument("--adapter", metavar="FILE", help="an adapter file or folder to load")
     parser.add_argument("--method", metavar="NAMES", help=f"methods to attach, each in turn: {', '.join(_METHODS)}, or all")
-    parser.add_argument("--rank", type=int, help="the rank of each method that has one")
+    parser.add_argument("--rank", type=_at_least(1), help="the rank of each method that has one")
     parser.add_argument("--targets", metavar="NAMES", help="endings of the layers to adapt; by default all that the method can take")
     parser.add_argument("--backend", default="inductor", help="a backend's name or module:function; default inductor")
     parser.add_argument("--regions", choices=("blocks", "whole"), default="blocks", help="what is compiled by itself; default blocks")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they are")
     parser.add_argument("--reference", choices=DTYPES, help="of the eager reference; by default float64 where it fits")
     parser.add_argument("--device", help="cpu, cuda, ...; by default where the model is")
-    parser.add_argument("--batch-size", type=int, default=2, help="rows of the batch that is made for a model; default 2")
-    parser.add_argument("--length", type=int, default=32, help="tokens of that batch; default 32")
-    parser.add_argument("--size", type=int, default=16, help="height and width of its latents; default 16")
-    parser.add_argument("--steps", type=int, default=20, help="steps of the training run, 0 for none; default 20")
+    parser.add_argument("--batch-size", type=_at_least(1), default=2, help="rows of the batch that is made for a model; default 2")
+    parser.add_argument("--length", type=_at_least(1), default=32, help="tokens of that batch; default 32")
+    parser.add_argument("--size", type=_at_least(1), default=16, help="height and width of its latents; default 16")
+    parser.add_argument("--steps", type=_at_least(0), default=20, help="steps of the training run, 2 or more, 0 for none; default 20")
     parser.add_argument("--quick", action="store_true", help="outputs, loss and gradients only")
     parser.add_argument("--situations", metavar="NAMES", help="only these, by comma")
     parser.add_argument(
@@ -80,15 +84,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="one page with plots")
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return number
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Checks; returns the exit status."""
+    """Checks; returns the exit status. A reader that went away doesn't change it."""
+    with lasting_output():
+        if arguments.json != "-":
+            return _run(arguments)
+        output = sys.stdout
+        # what the model or its function prints belongs to nobody's JSON
+        with contextlib.redirect_stdout(sys.stderr):
+            return _run(arguments, output)
+
+
+def _run(arguments: argparse.Namespace, output: IO[str] | None = None) -> int:
     jobs = _jobs(arguments)
+    _find_places(arguments)
     settings = _settings(arguments)
     try:
         target = _target(arguments)
     except OnegraphError:
         raise
-    except Exception as error:  # whatever a user's function or a library raises
+    except (Exception, SystemExit) as error:  # whatever a user's function or a library raises
         print(f"error: {arguments.model} can't be built\n{_told(error)}", file=sys.stderr, flush=True)
         return COULD_NOT_RUN
     reports: list[Report] = []
@@ -96,30 +124,57 @@ def run(arguments: argparse.Namespace) -> int:
     for name, prepare in jobs:
         try:
             with prepare(target.model):
-                reports.append(_checked(target, name, settings, arguments))
-            _print(str(reports[-1]), arguments)
-        except Exception as error:
+                reports.append(_checked(target, name, settings, arguments, script=_script(arguments, name, alone=len(jobs) == 1)))
+            print(reports[-1], flush=True)
+        except (Exception, SystemExit) as error:
             failed.append((name, _told(error)))
             print(f"{name}: could not run\n{failed[-1][1]}", file=sys.stderr, flush=True)
     status = _status(reports, failed, strict=arguments.strict)
     verdict = {RIGHT: "right", WRONG: "wrong", COULD_NOT_RUN: "could not run"}[status]
-    if arguments.json is not None:
-        _write_json(arguments.json, target, reports, failed, status)
-    if arguments.html is not None:
-        _write(Path(arguments.html), page(target.name, reports, failed=failed, verdict=verdict))
-    _print(f"{target.name}: {verdict}", arguments)
+    try:
+        if arguments.json is not None:
+            _write_json(arguments.json, target, reports, failed, status, output)
+        if arguments.html is not None:
+            _write(Path(arguments.html), page(target.name, reports, failed=failed, verdict=verdict))
+    except OutputError as error:  # the disk is full by now: what was found counts all the same
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        status = status or COULD_NOT_RUN
+    print(f"{target.name}: {verdict}", flush=True)
     return status
+
+
+def _find_places(arguments: argparse.Namespace) -> None:
+    """Whether what will be found can be written, before anything is looked for.
+
+    Raises:
+        OutputError: Of the file, or of the script's folder.
+    """
+    for file in (arguments.json, arguments.html):
+        if file is not None and file != "-":
+            check_writable(Path(file))
+    if arguments.script:
+        folder = Path(arguments.script)
+        check_writable(next(place for place in (folder / "there", folder, *folder.parents) if place.parent.exists()))
+
+
+def _script(arguments: argparse.Namespace, name: str, *, alone: bool) -> Path | None:
+    """A folder for each of several jobs: one must not write over another's."""
+    if not arguments.script:
+        return None
+    return Path(arguments.script) if alone else Path(arguments.script) / re.sub(r"[^\w.-]+", "-", name).strip("-.")
 
 
 def _status(reports: list[Report], failed: list[tuple[str, str]], *, strict: bool) -> int:
     if any(not (report.right if strict else report.agrees) for report in reports):
         return WRONG
-    return COULD_NOT_RUN if failed else RIGHT
+    return COULD_NOT_RUN if failed or any(report.compiled_nothing for report in reports) else RIGHT
 
 
-def _checked(target: Target, name: str, settings: CompileSettings, arguments: argparse.Namespace) -> Report:
+def _checked(target: Target, name: str, settings: CompileSettings, arguments: argparse.Namespace, *, script: Path | None) -> Report:
     if not any(parameter.requires_grad for parameter in target.model.parameters()):
-        target.model.requires_grad_(True)
+        for parameter in target.model.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True)
     situations: bool | list[str] = not arguments.quick
     if arguments.situations:
         situations = [situation.strip() for situation in arguments.situations.split(",")]
@@ -132,7 +187,7 @@ def _checked(target: Target, name: str, settings: CompileSettings, arguments: ar
         thorough=situations,
         steps=0 if arguments.quick else arguments.steps,
         bisect=True,
-        script=Path(arguments.script),
+        script=script,
         name=name,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
@@ -148,7 +203,9 @@ def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[nn.Module]
                 f"--adapter {arguments.adapter} doesn't exist", hint="a file or folder with an adapter", code="not-found"
             )
         jobs.append((arguments.adapter, lambda model: _loaded(model, arguments.adapter)))
-    names = [name.strip() for name in (arguments.method or "").split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in (arguments.method or "").split(",") if name.strip()))
+    if arguments.method is not None and not names:
+        raise ConfigurationError("--method names no method", hint=f"{', '.join(_METHODS)}, or all", code="method-unknown")
     problems: list[OnegraphError] = []
     for name in list(_METHODS) if names == ["all"] else names:
         kind = _METHODS.get(name)
@@ -266,22 +323,26 @@ def _single_file(path: Path, part: str | None, dtype: torch.dtype | None, sizes:
     return Target(name=f"{path} ({chosen})", model=model, batch=batch_for(model, **sizes))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """The error, where it was raised, and the entries of the catalogue that may explain it."""
     if isinstance(error, OnegraphError):
-        return str(error)
+        return f"{error}\n{offer(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    lines = [f"{type(error).__name__}: {str(error).strip()}{place}"]
+    said = str(error).strip().splitlines() or [""]
+    if len(said) > _TOLD_LINES:
+        said = [*said[:_TOLD_LINES], f"... and {len(said) - _TOLD_LINES} more lines"]
+    if isinstance(error, SystemExit):
+        said.append("It ended the program (sys.exit) where a result was expected.")
+    said[0] = f"{type(error).__name__}: {said[0]}{place}"
+    lines = said
     lines += [f"see: onegraph explain {found.entry.id}" for found in explain.explain(error)[:3]]
     return "\n".join(lines)
 
 
-def _print(text: str, arguments: argparse.Namespace) -> None:
-    print(text, file=sys.stderr if arguments.json == "-" else sys.stdout, flush=True)
-
-
-def _write_json(file: str, target: Target, reports: list[Report], failed: list[tuple[str, str]], status: int) -> None:
+def _write_json(
+    file: str, target: Target, reports: list[Report], failed: list[tuple[str, str]], status: int, output: IO[str] | None
+) -> None:
     record = {
         "target": target.name,
         "status": status,
@@ -291,7 +352,7 @@ def _write_json(file: str, target: Target, reports: list[Report], failed: list[t
     }
     text = json.dumps(plain(record), indent=2)
     if file == "-":
-        print(text)
+        print(text, file=output, flush=True)
     else:
         _write(Path(file), text)
 
