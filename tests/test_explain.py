@@ -454,6 +454,44 @@ def test_every_entry_can_be_shown(domain: str, language: str) -> None:
             assert ("what to do" in text, "解决办法" in text) == (language == "en", language == "zh")
 
 
+def test_a_file_and_a_message_are_explained_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = ENTRIES["torch/invalid-backend-name"].samples[0]
+    log = tmp_path / "a log.txt"
+    log.write_bytes(b"\xff\x00 step 1\n" + sample.encode())
+    assert main(["explain", str(log), "--language", "en"]) == 0
+    assert capsys.readouterr().out.startswith("torch/invalid-backend-name")
+    assert main(["explain", sample.splitlines()[-1], "--language", "zh"]) == 0
+    said = capsys.readouterr().out
+    assert "异常 torch._dynamo.exc.InvalidBackend" in said
+    assert "the words" not in said
+    assert "verified" not in said.splitlines()[4]
+    assert main(["explain", "no such words here"]) == 1
+
+
+def test_no_text_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["explain", "--language", "en"]) == 1
+    assert "no text" in capsys.readouterr().out
+    assert main(["explain", ""]) == 1
+    assert len(capsys.readouterr().err.splitlines()) < 5
+
+
+def test_an_unknown_number_of_a_break_has_torchs_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gb9999"]) == 1
+    assert "/gb/gb9999.html" in capsys.readouterr().err
+
+
+def test_a_log_of_several_failures_names_those_alone() -> None:
+    samples = {entry.id: entry.samples[0] for entry in FOREIGN if entry.samples}
+    names = list(samples)
+    for first, second, third in zip(names, names[7:], names[19:], strict=False):
+        three = {first, second, third}
+        found = explain.explain("\n[INFO] step 12, loss 0.3\n".join(samples[name] for name in three))
+        sure = {candidate.entry.id for candidate in found if candidate.strength > Strength.POSSIBLE}
+        assert sure <= three
+        assert len(sure) >= 2
+
+
 def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(capsys, "--run")[0] == 2
     status, _, err = command(capsys, "onegraph/alpha", "--run")

@@ -2,6 +2,7 @@
 
   onegraph explain < traceback.txt     the entries that a traceback or log is about, with the reason for each
   onegraph explain CODE ...            entries by name: a code such as compiler-missing, an id, a graph-break number such as GB0170
+  onegraph explain log.txt             the same for a file; or a message in quotation marks
   onegraph explain --list              all entries
 
 Exit status: 0 when an entry is found, 1 when none is, 2 for a mistake in the command; with --run 1 when a program didn't do what its
@@ -11,10 +12,12 @@ entry says.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from onegraph import explain
@@ -27,7 +30,7 @@ NOT_FOUND = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
-    parser.add_argument("code", nargs="*", metavar="CODE", help="what to explain; without it, the text on standard input")
+    parser.add_argument("code", nargs="*", metavar="CODE", help="what to explain: a name or a file; without it, the text on standard input")
     parser.add_argument("--json", action="store_true", help="a list of records: the entry's fields, and why it was found")
     parser.add_argument("--list", action="store_true", help="all entries, one a line")
     parser.add_argument("--run", action="store_true", help="run the entry's reproduction and fix here, with the versions you have")
@@ -66,6 +69,8 @@ def _by_name(arguments: argparse.Namespace) -> int:
     each = [explain.find(name) for name in arguments.code]
     whole = " ".join(arguments.code)
     found = [entry for entries in each for entry in entries] if all(each) else explain.find(whole)
+    if not found and not arguments.run and (text := _text_of(arguments.code)) is not None:
+        return _explained(text, arguments)
     if not found:
         if arguments.json:
             print(_json([]))
@@ -81,10 +86,29 @@ def _by_name(arguments: argparse.Namespace) -> int:
     return FOUND
 
 
+def _text_of(words: Sequence[str]) -> str | None:
+    """What was given instead of a name: the file that it names, or a message in quotation marks that some entry knows."""
+    path = Path(words[0]).expanduser()
+    with contextlib.suppress(OSError, ValueError):  # a message may be too long for a path
+        if len(words) == 1 and path.is_file():
+            return path.read_bytes().decode("utf-8", errors="replace")
+    whole = " ".join(words)
+    return whole if " " in whole.strip() and explain.explain(whole) else None
+
+
 def _by_text(arguments: argparse.Namespace) -> int:
+    if sys.stdin is None:  # closed by whoever started this
+        return _explained("", arguments)
     if sys.stdin.isatty():
         print("Paste the traceback, then press Ctrl-D.", file=sys.stderr, flush=True)
-    found = explain.explain(sys.stdin.buffer.read().decode("utf-8", errors="replace"))
+    return _explained(sys.stdin.buffer.read().decode("utf-8", errors="replace"), arguments)
+
+
+def _explained(text: str, arguments: argparse.Namespace) -> int:
+    if not text.strip() and not arguments.json:
+        print(show.empty(arguments.language))
+        return NOT_FOUND
+    found = explain.explain(text)
     if arguments.json:
         matched = [{"strength": item.strength.name.lower(), "reasons": list(item.reasons)} for item in found]
         print(_json([{**item.entry.record(), "matched": why} for item, why in zip(found, matched, strict=True)]))

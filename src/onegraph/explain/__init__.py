@@ -52,6 +52,8 @@ def similar(name: str) -> list[str]:
 def mentioning(words: str) -> list[Entry]:
     """The entries of other libraries whose title, signature or tags hold every one of the words."""
     wanted = words.lower().replace("-", " ").split()
+    if not wanted:
+        return []
     return [
         entry
         for entry in entries().values()

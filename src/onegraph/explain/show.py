@@ -33,9 +33,11 @@ _WORDS = {
         Strength.LIKELY: "likely, from the words",
         Strength.POSSIBLE: "possible: the same kind of graph break, other words",
         "nothing": "Nothing in the catalogue explains this text.",
+        "empty": "There is no text to explain.",
         "collect": "To find out more, collect:",
         "unknown": "No entry is called {name}.",
         "near": "Similar names: {names}",
+        "torch_page": "What torch says of that graph break: {address}",
         "about": "Entries that mention it:",
     },
     "zh": {
@@ -59,9 +61,11 @@ _WORDS = {
         Strength.LIKELY: "很可能，依据文字",
         Strength.POSSIBLE: "有可能：同一种 graph break，但文字不同",
         "nothing": "目录中没有条目能解释这段文字。",
+        "empty": "没有要解释的文字。",
         "collect": "请收集以下信息：",
         "unknown": "没有名为 {name} 的条目。",
         "near": "相近的名称：{names}",
+        "torch_page": "torch 对这种 graph break 的说明：{address}",
         "about": "提到它的条目：",
     },
 }
@@ -88,6 +92,7 @@ COLLECT = (
 )
 _FRAME = re.compile(r"Traceback \(|  (?:File |\.\.\.)")
 _OBSERVED_LINES = 12
+_GRAPH_BREAKS = "https://meta-pytorch.github.io/compile-graph-break-site/gb"
 
 
 def explanation(found: Sequence[Candidate], language: str = "en") -> str:
@@ -105,7 +110,7 @@ def explanation(found: Sequence[Candidate], language: str = "en") -> str:
         lead = f"{number}. " if len(found) > 1 else ""
         parts.append(
             f"{lead}{candidate.entry.id}: {_title(candidate.entry, language)} ({words[candidate.strength]})\n"
-            f"   {words['because']}: {'; '.join(candidate.reasons)}"
+            f"   {words['because']}: {'; '.join(_in(language, reason) for reason in candidate.reasons)}"
         )
     sure = [candidate for candidate in found if candidate.strength is not Strength.POSSIBLE] or list(found)
     return "\n".join(parts) + "\n\n" + in_full(sure[0].entry, language)
@@ -114,7 +119,7 @@ def explanation(found: Sequence[Candidate], language: str = "en") -> str:
 def in_full(entry: Entry, language: str = "en") -> str:
     """All that an entry says, for reading."""
     words, chinese = _WORDS[language], language == "zh"
-    lines = [f"{entry.id}: {_title(entry, language)}", f"({entry.standing()})"]
+    lines = [f"{entry.id}: {_title(entry, language)}", f"({_in(language, entry.standing())})"]
 
     def section(name: str, body: Sequence[str]) -> None:
         if body:
@@ -155,10 +160,18 @@ def nothing_found(language: str = "en") -> str:
     return "\n".join([words["nothing"], "", words["collect"], *collect_lines(language)])
 
 
+def empty(language: str = "en") -> str:
+    """Says that there was no text, and how to give one."""
+    words = _WORDS[language]
+    return "\n".join([words["empty"], "", words["collect"], *collect_lines(language)[:2]])
+
+
 def not_called(name: str, near: Sequence[str], about: Sequence[Entry], language: str = "en") -> str:
     """Says that no entry has that name, and which come near it or mention it."""
     words = _WORDS[language]
     lines = [words["unknown"].format(name=name)]
+    if re.fullmatch(r"(?i)gb\d{4}", name):
+        lines.append(words["torch_page"].format(address=f"{_GRAPH_BREAKS}/{name.lower()}.html"))
     if near:
         lines.append(words["near"].format(names=", ".join(near)))
     if about:
@@ -175,6 +188,29 @@ def listing(entries: Sequence[Entry], language: str = "en") -> str:
 def collect_lines(language: str = "en") -> list[str]:
     """The commands that say more about a failure, each with what it shows."""
     return [line for command, english, chinese in COLLECT for line in (f"  {command}", f"      {chinese if language == 'zh' else english}")]
+
+
+# What the matching and the entries say by themselves, in English.
+_SAID = (
+    (r"^exception (.+)$", r"异常 \1"),
+    (r"^a frame in (.+)$", r"调用栈中有 \1"),
+    (r"^the words (.+)$", r"文字 \1"),
+    (r"^onegraph's code (.+)$", r"onegraph 的错误码 \1"),
+    (r"^but the words are not the known ones$", "但文字与已知的不同"),
+    (r"^an error of onegraph's own$", "onegraph 自己的错误"),
+    (r"^verified with (.+) on (\S+), where it doesn't happen any more$", r"已于 \2 用 \1 验证，问题不再出现"),
+    (r"^verified with (.+) on (\S+)$", r"已于 \2 用 \1 验证"),
+    (r"^not verified: (.+)$", r"未验证：\1"),
+)
+
+
+def _in(language: str, said: str) -> str:
+    """A reason or standing in the reader's language."""
+    if language == "zh":
+        for pattern, chinese in _SAID:
+            if re.match(pattern, said):
+                return re.sub(pattern, chinese, said)
+    return said
 
 
 def _title(entry: Entry, language: str) -> str:
