@@ -20,7 +20,7 @@ import onegraph
 from onegraph.cli import main as command
 from onegraph.compiling import BACKENDS, PROTECTIONS
 from onegraph.compiling.attempt import attempt, backend_table
-from onegraph.doctor import asked, backends_tried, cache_folder, examine, machine, packages, settings_report, show, switches
+from onegraph.doctor import asked, backends_tried, cache_folder, examine, finding, machine, packages, settings_report, show, switches
 from onegraph.doctor.child import ask
 from onegraph.doctor.finding import BREAKS, SEVERITIES, Finding, ordered
 
@@ -53,6 +53,7 @@ def doctor(*arguments: str, python: tuple[str, ...] = (), **environment: str) ->
 
 
 def program(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -306,6 +307,19 @@ def test_one_cause_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "backend-failed" not in found
 
 
+@pytest.mark.usefixtures("asked_here")
+def test_the_variable_that_stops_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "banana")
+    found = next(finding for finding in examine(quick=True).findings if finding.code == "accelerate-launch-stops")
+    assert found.do == ("unset OMP_NUM_THREADS",)
+
+
+def test_a_folder_given_as_the_file_is_not_to_be_removed(tmp_path: Path) -> None:
+    file, fields = settings_report.read_file(str(tmp_path))
+    (found,) = settings_report.settings_findings(file, fields, [], torch_here=True)
+    assert found.do == ("accelerate config --config_file FILE.yaml",)
+
+
 # Compiler
 
 
@@ -313,11 +327,17 @@ def test_one_cause_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(finding, "_PLACES", str(tmp_path))
     report = examine(quick=True)
     assert report.breaks
     found = next(finding for finding in report.findings if finding.code == "compiler-missing")
     assert re.search(r"install", found.do[0])
     assert report.compiler.program == ""
+    # it is there, and PATH leaves it out
+    program(tmp_path / "usual", "g++", "exit 0")
+    monkeypatch.setattr(finding, "_PLACES", str(tmp_path / "usual"))
+    (hidden,) = machine.compiler_findings(report.compiler, flags_refused=False, needed=True)
+    assert hidden.do[0] == f'export PATH="$PATH:{tmp_path / "usual"}"'
 
 
 @pytest.mark.usefixtures("asked_here")

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 BREAKS = "breaks"
 WARNING = "warning"
@@ -51,6 +52,14 @@ _INSTALL = {
 }
 # Where these programs are, whatever PATH says: a PATH without a compiler may be one without them too.
 _PLACES = os.pathsep.join(("/usr/bin", "/bin", "/usr/sbin", "/sbin", "/usr/local/bin"))
+
+
+def elsewhere(*programs: str) -> tuple[str, str] | None:
+    """One of these programs in a usual place that ``PATH`` leaves out: its name and folder."""
+    for name in programs:
+        if shutil.which(name) is None and (found := shutil.which(name, path=_PLACES)) is not None:
+            return name, str(Path(found).parent)
+    return None
 
 
 def install_compiler() -> str:

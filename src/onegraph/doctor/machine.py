@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onegraph.doctor.finding import BREAKS, NOTE, WARNING, Finding, install_compiler, install_headers, pip_install
+from onegraph.doctor.finding import BREAKS, NOTE, WARNING, Finding, elsewhere, install_compiler, install_headers, pip_install
 from onegraph.errors import CompileError
 from onegraph.machine.compiler import build, find_compiler, python_header
 
@@ -91,6 +91,8 @@ def compiler_findings(report: CompilerReport, *, flags_refused: bool, needed: bo
     if report.code == "compiler-missing":
         others = [name for name in ("g++", "clang++", "c++") if shutil.which(name)]
         do = [f"export CXX={others[0]}"] if others else [install_compiler()]
+        if not others and (hidden := elsewhere("g++", "clang++", "c++")) is not None:
+            do = [f'export PATH="$PATH:{hidden[1]}"', f"export CXX={hidden[1]}/{hidden[0]}"]
         if "CXX" in os.environ and (others == [] or "g++" in others):
             do.insert(0, "unset CXX")
         yield Finding(code=report.code, severity=severity, what=report.problem, do=tuple(do))

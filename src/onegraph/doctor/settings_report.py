@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _NAMES = {
     "regions": ("use_regional_compilation", "compile_regions"),
 }
 _PREFIX = "ACCELERATE_DYNAMO_"
+# Variables that accelerate's launcher reads.
+_LAUNCHERS = ("ACCELERATE_", "OMP_", "MASTER_", "CUDA_", "KMP_", "FSDP_", "MIXED_", "USE_", "XPU_", "MPS_")
 # What the launcher makes of the other fields reaches onegraph.train_network by the environment, or decides what is started.
 _READ = {
     "compute_environment": "decides how the run is started",
@@ -246,7 +249,7 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
             code="accelerate-config-unreadable",
             severity=BREAKS,
             what=f"accelerate's configuration file {file.path} ({file.origin}) can't be read: {file.problem}",
-            do=(pip_install("pyyaml"),) if "PyYAML" in file.problem else ("accelerate config", f"rm {path}"),
+            do=_mend(file),
         )
     section = fields.get("dynamo_config")
     if file.parsed and isinstance(section, dict) and section.get("dynamo_backend") is False:
@@ -294,6 +297,22 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
         )
 
 
+def _mend(file: ConfigFile) -> tuple[str, ...]:
+    """Another file in its place; the default one may as well be missing."""
+    if "PyYAML" in file.problem:
+        return (pip_install("pyyaml"),)
+    if file.origin.startswith("flag"):
+        given = "FILE.yaml" if Path(file.path).is_dir() else quote(file.path)
+        return (f"accelerate config --config_file {given}",)
+    return ("accelerate config", f"rm {'-r ' if Path(file.path).is_dir() else ''}{quote(file.path)}")
+
+
+def _variable_of(problem: str) -> str | None:
+    """The variable whose value an error quotes."""
+    quoted = set(re.findall(r"'([^']+)'", problem))
+    return next((name for name, value in os.environ.items() if value in quoted and name.startswith(_LAUNCHERS)), None)
+
+
 def _stops(way: Way, file: ConfigFile) -> Finding:
     do: tuple[str, ...] = (f"sed -i 's/dynamo_backend:.*/dynamo_backend: INDUCTOR/' {quote(file.path)}",)
     if way.code == "accelerate-cannot-be-imported":
@@ -301,7 +320,9 @@ def _stops(way: Way, file: ConfigFile) -> Finding:
         return Finding(code=way.code, severity=BREAKS, what=f"accelerate can't be imported: {way.problem}", do=do)
     if way.code == "accelerate-launch-stops":
         words = way.problem.lower()
-        if "dynamo" not in words and "backend" not in words:
+        if (variable := _variable_of(way.problem)) is not None:
+            do = (f"unset {variable}",)
+        elif "dynamo" not in words and "backend" not in words:
             do = ("accelerate config",)
         return Finding(code=way.code, severity=BREAKS, what=f"{way.command} stops before it starts: {way.problem}", do=do)
     if not way.code:
