@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from onegraph.adoption.adopt import adopt
+from onegraph.adoption.takeover import adopt
 
 __all__ = ["adopt"]

@@ -82,8 +82,10 @@ def _again(layer: Any) -> Callable[[], None]:
         list(layer.modules())  # PEFT's attention makes its weights Parameters again where it is walked over
         with torch.no_grad():
             for name, value in layer.base_layer.named_parameters():
-                if name in numbers:
+                if name in numbers and value.stride() == numbers[name].stride():
                     value.data.copy_(numbers[name])
+                elif name in numbers:  # in another layout a product is rounded otherwise
+                    value.data = numbers[name]
 
     return merge
 

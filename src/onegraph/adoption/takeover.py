@@ -140,7 +140,7 @@ def _adopted(x: object, trainable: bool | None, undo: ExitStack) -> _Done:
     for each, placement in zip(adapters_taken, placements):
         before, adapters = adapters, put(each, placement, held.model, dtype)
         if before is None:
-            undo.callback(adapters.detach)
+            undo.callback(_take_off, adapters)
     assert adapters is not None  # there are layers, and names on all of them
     _run(adapters, state)
     set_trained(adapters, trains, free)
@@ -197,6 +197,12 @@ def _run(adapters: Adapters, state: State) -> None:
         adapters.use(name)
     if state.merged and not state.disabled:
         adapters.merge(list(state.merged))
+
+
+def _take_off(adapters: Adapters) -> None:
+    if adapters.merged:
+        adapters.unmerge()
+    adapters.detach()
 
 
 def _free_name(name: str, adapters: Adapters) -> str:
