@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import onegraph as og
+from onegraph.compiling import Watch, eager
+from onegraph.errors import OnegraphError
 
 RATE = 0.05
+NUM_STEPS = 3
 
 
-def llama(*, tied: bool = True) -> LlamaForCausalLM:
-    """Three small blocks; the same weights in every process."""
+def llama() -> LlamaForCausalLM:
+    """Two small blocks in float64, where sums in another order agree to many digits; the same weights in every process."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=tied))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)).double()
 
 
-def adapted(seed: int = 1, method: og.LoRA | og.DoRA | None = None) -> tuple[LlamaForCausalLM, og.Adapters]:
-    """The same with an adapter that is no identity."""
-    model = llama()
+def adapted(seed: int = 1, model: LlamaForCausalLM | None = None, name: str = "default") -> tuple[LlamaForCausalLM, og.Adapters]:
+    """The same with an adapter that is no identity, drawn by its own seed."""
+    model = llama() if model is None else model
     generator = torch.Generator().manual_seed(seed)
-    adapters = og.attach(model, method or og.LoRA(rank=4), targets=["q_proj", "v_proj", "down_proj"], generator=generator)
+    adapters = og.attach(model, og.LoRA(rank=4), targets=["q_proj", "v_proj", "down_proj"], name=name, dtype=None, generator=generator)
     with torch.no_grad():
-        for parameter in adapters.parameters().values():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.1, generator=generator)
+        for parameter in adapters.parameters(name).values():
+            parameter.normal_(0, 0.1, generator=generator)
     return model, adapters
 
 
@@ -37,9 +48,12 @@ def rows(step: int, count: int = 4) -> Tensor:
     return torch.randint(0, 32, (count, 6), generator=torch.Generator().manual_seed(100 + step))
 
 
-def mine(batch: Tensor) -> Tensor:
+def mine(batch: Any) -> Any:
     """This process's part of a batch."""
-    return batch if not dist.is_initialized() else batch.chunk(dist.get_world_size())[dist.get_rank()]
+    if not dist.is_initialized():
+        return batch
+    size = len(batch) // dist.get_world_size()
+    return batch[dist.get_rank() * size :][:size]
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -47,11 +61,173 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def start() -> None:
-    """Joins the other processes, if there are any."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+def start() -> bool:
+    """Joins the other processes; False when there are none."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    dist.init_process_group("gloo")
+    return True
 
 
 def values(adapters: og.Adapters, name: str = "default") -> dict[str, Tensor]:
-    return {key: value.detach().clone() for key, value in adapters.parameters(name).items()}
+    return {f"{path}.{key}": value.detach().clone() for path, tensors in adapters.tensors(name).items() for key, value in tensors.items()}
+
+
+def train(model: nn.Module, adapters: og.Adapters, name: str = "default", first: int = 0) -> dict[str, Tensor]:
+    """A plain loop with two batches a step, clipped."""
+    optimizer = torch.optim.AdamW(adapters.parameters(name).values(), lr=RATE)
+    for step in range(first, first + NUM_STEPS):
+        for half in range(2):
+            (loss_of(model, mine(rows(2 * step + half))) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(adapters.parameters(name).values(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(adapters, name)
+
+
+def code_of(call: Callable[[], object]) -> str:
+    """The code of the error that a call raises."""
+    try:
+        call()
+    except OnegraphError as error:
+        return error.code
+    return "no error"
+
+
+def plain_loop(way: str, order: str, folder: str) -> dict[str, Any]:
+    """A loop without accelerate: trained, switched, rows, saved, loaded."""
+    several = start()
+    rank = dist.get_rank() if several else 0
+    model, adapters = adapted(seed=1 + rank if way != "nothing" else 1)  # replicate and shard take the first process's values
+    adapted(seed=5 + rank if way != "nothing" else 5, model=model, name="second")
+    adapters.use("default")
+    watch = Watch().start()
+    if order == "compile first":
+        og.compile(model, backend="aot_eager")
+    if several and way == "replicate":
+        og.replicate(model)
+    elif several and way == "shard":
+        og.shard(model)
+    if order == "compile last":
+        og.compile(model, backend="eager")
+    found: dict[str, Any] = {"default": train(model, adapters)}
+    warm = watch.graphs
+    adapters.use("second")
+    found["second"] = train(model, adapters, "second", first=7)
+    found["graphs"], found["breaks"], found["after switching"] = watch.graphs, len(watch.breaks), watch.graphs - warm
+    optimizer = torch.optim.SGD([*adapters.parameters("default").values(), *adapters.parameters("second").values()], lr=1.0)
+    with eager(), adapters.rows(mine(["default", "default", "second", None])):  # the processes run different adapters
+        loss_of(model, mine(rows(50))).backward()
+    optimizer.step()
+    found["rows"] = values(adapters), values(adapters, "second")
+    path = Path(folder) / f"{way}.safetensors"
+    if rank == 0:
+        adapters.save(path, name="second")
+    if several:
+        dist.barrier()
+        found["whole"] = not any(isinstance(parameter, DTensor) for parameter in adapters.parameters().values())
+        found["sharded"] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+        found["weights"] = len(list(llama().parameters()))
+    og.load(model, path, name="loaded")
+    adapters.use("loaded")
+    found["loaded"] = values(adapters, "loaded")
+    with eager(), torch.no_grad(), adapters.disabled():
+        found["base"] = model(input_ids=rows(60), use_cache=False).logits
+    if several and way != "nothing":
+        found["twice"] = code_of(lambda: og.replicate(model)), code_of(lambda: og.shard(model))
+    if several and way == "shard":
+        found["merge"] = code_of(lambda: adapters.merge())
+    return found
+
+
+def accelerated(way: str, folder: str) -> dict[str, Any]:
+    """A loop with accelerate: DDP; FSDP2 of a model that is sharded already; FSDP2 that shards everything."""
+    plugin = None
+    if way != "ddp" and "RANK" in os.environ:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    plain, adapters = adapted(seed=1)
+    og.compile(plain, backend="aot_eager")
+    if way == "shard" and accelerator.num_processes > 1:
+        og.shard(plain)
+    count = 4 // accelerator.num_processes
+    loader = DataLoader(TensorDataset(torch.cat([rows(number) for number in range(2 * NUM_STEPS)])), batch_size=count)
+    optimizer = torch.optim.AdamW(adapters.parameters().values(), lr=RATE)
+    watch = Watch().start()
+    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    found: dict[str, Any] = {"wrapper": type(model).__name__, "graphs": watch.graphs, "breaks": len(watch.breaks)}
+    assert og.adapters_of(model) is adapters
+    path = Path(folder) / f"{way}.safetensors"
+    if way == "fsdp" and accelerator.num_processes > 1:
+        found["refused"] = [code_of(lambda: adapters.save(path)), code_of(lambda: adapters.use(None)), code_of(adapters.parameters)]
+        with og.gathered(model):
+            found["default"] = values(adapters)
+            if accelerator.is_main_process:
+                adapters.save(path)
+                adapters.load_tensors("default", {p: {k: v * 0 for k, v in own.items()} for p, own in adapters.tensors("default").items()})
+        accelerator.wait_for_everyone()
+        with eager(), torch.no_grad():
+            found["base"] = model(input_ids=rows(60), use_cache=False).logits  # what was loaded inside is what runs
+        with og.gathered(model):
+            found["loaded"] = values(adapters)
+        return found
+    if accelerator.is_main_process:
+        adapters.save(path)
+    found["default"] = values(adapters)
+    with eager(), torch.no_grad(), adapters.disabled():
+        found["base"] = model(input_ids=rows(60), use_cache=False).logits
+    return found
+
+
+def peft_names(folder: str) -> dict[str, Any]:
+    """A program written for PEFT, with accelerate."""
+    from onegraph.peft import LoraConfig, PeftModel, get_peft_model
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    count = 4 // accelerator.num_processes
+    loader = DataLoader(TensorDataset(torch.cat([rows(number) for number in range(NUM_STEPS)])), batch_size=count)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=RATE)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (batch,) in loader:
+        accelerator.backward(loss_of(prepared, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    inner = accelerator.unwrap_model(prepared)
+    inner.save_pretrained(folder, is_main_process=accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    again = PeftModel.from_pretrained(llama(), folder)
+    with torch.no_grad():
+        return {"wrapper": type(prepared).__name__, "trained": loss_of(inner, rows(60)), "saved": loss_of(again, rows(60))}
+
+
+def different_adapters() -> list[str]:
+    """Each process makes another adapter."""
+    start()
+    model = llama()
+    og.attach(model, og.LoRA(rank=4 + dist.get_rank()), targets=["q_proj"])
+    return [code_of(lambda: og.replicate(model)), code_of(lambda: og.shard(model))]
+
+
+def diffusion(flags: list[str]) -> tuple[int, str, str]:
+    """The command that trains; its exit status, what it printed, its errors."""
+    from onegraph.train_network import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        status = main(flags)
+    return status, output.getvalue(), errors.getvalue()

@@ -204,6 +204,10 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
 
 
 def base_weight(module: nn.Module, layer: Layer) -> Tensor:
-    """The canonical weight of a layer, adapted or not; the first tensor of a module that has none of that name."""
+    """The canonical weight of a layer, adapted or not; the first tensor of a module that has none of that name.
+
+    One that is cut in pieces over several processes is put together: each of them has to ask.
+    """
     own = layer.base_tensors(module.base_layer if isinstance(module, Adapted) else module)
-    return own.get("weight", next(iter(own.values()))).detach()
+    weight = own.get("weight", next(iter(own.values()))).detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -101,6 +101,8 @@ def unreadable(own: Mapping[str, Tensor], layer: Layer) -> str | None:
     """Why a layer's tensors, as ``base_tensors`` gives them, can't be computed with; None when they can."""
     for name, shape in layer.tensor_shapes().items():
         value = own[name]
+        if hasattr(value, "full_tensor"):
+            return f"its {name} is cut in pieces over several processes"
         if value.is_meta:
             return f"its {name} is on the meta device and has no values"
         if value.dtype not in DTYPES or tuple(value.shape) != shape:

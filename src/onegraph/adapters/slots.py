@@ -170,6 +170,11 @@ class Slots:
         shape = self.block.shapes[name]
         return self.block.memory[name][:, : math.prod(shape)].view(self.num_slots, *shape)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The trained leaves of autograd of the present batch with an adapter a row."""
+        return [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+
     def _leaf(self, name: str) -> Tensor:
         """The memory of a parameter as a leaf of autograd."""
         if name not in self._leaves:

@@ -102,10 +102,13 @@ class AdapterValues:
             found.setdefault(SHARED, {}).update(self._shared(structure).read(record.slots[structure], _rank(method), method))
         return found
 
-    def running_parameters(self) -> Iterator[nn.Parameter]:
-        """What a backward pass can reach now: the trained Parameters of the active adapter and of those in ``rows``."""
-        for name in {self._active, *(self._rows or ())} & set(self._records):
-            yield from self.parameters(name).values()
+    def running_leaves(self) -> Iterator[Tensor]:
+        """Where a backward pass ends now: the trained Parameters of the active adapter; in ``rows``, the memory of all of them."""
+        if self._active in self._records:
+            yield from self.parameters(self._active).values()
+        if self._rows is not None:
+            for slots in self.storages():
+                yield from slots.leaves
 
     def storages(self) -> Iterator[Slots]:
         """The storage of every structure on every layer, and what its layers have in common."""

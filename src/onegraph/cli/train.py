@@ -73,15 +73,16 @@ def train_text(flags: Sequence[str]) -> int:
         _quiet_transformers()
         with plain_warnings(), launched(configuration, label=label, program="-m onegraph train text", backend="inductor") as started:
             launch = replace(started, compile_settings=_own_names(started.compile_settings))
-            ground = lay_groundwork(launch, say)
-            with sole_writer(Path(configuration.saving.output_dir), configuration.saving.output_name):
-                prepared = prepare(ground, say)
-                say(str(prepared.warm_up))
-                say(_plan_text(prepared))
+            tell, folder = launch.ranks.say(say), Path(configuration.saving.output_dir)
+            ground = lay_groundwork(launch, tell)
+            with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.output_name)):
+                prepared = prepare(ground, tell)
+                tell(str(prepared.warm_up))
+                tell(_plan_text(prepared))
                 training = True
                 with explained(launch.compile_settings.backend):
                     outcome = Loop(prepared.training).run()
-                say(_end_text(prepared, outcome))
+                tell(_end_text(prepared, outcome))
             return outcome.exit_status
     except OnegraphError as error:
         stopped = training or isinstance(error, MismatchError | NumericsError)
@@ -112,7 +113,7 @@ def _plan_text(prepared: Prepared) -> str:
     epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
     lines = [
         "training",
-        f"  steps       {training.num_steps} ({epochs} of {len(training.batches)} batches of {training.batches.batch_size}{accumulation})",
+        f"  steps       {training.num_steps} ({epochs} of {len(training.batches)} batches of {training.batches.size_text}{accumulation})",
         f"  precision   {training.configuration.precision.mixed_precision}, on {training.recipe.device}",
         f"  seed        {training.seed}",
     ]

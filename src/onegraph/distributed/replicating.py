@@ -92,9 +92,9 @@ class Synchroniser:
         self._hook()
 
     def _hook(self) -> None:
-        for parameter in self._adapters.running_parameters():
-            if parameter not in self._hooked:
-                self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        for leaf in self._adapters.running_leaves():
+            if leaf not in self._hooked:
+                self._hooked[leaf] = leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: Tensor) -> None:
         current = torch._C._current_graph_task_id()

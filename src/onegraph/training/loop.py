@@ -290,6 +290,11 @@ class AnyLoop(ABC, Generic[B, T, O]):
         position = self.training.position
         return max(1, position.epoch if position.batch == 0 else position.epoch + 1)
 
+    def _first_told(self, own: tuple[float, str, str] | None, values: Sequence[float]) -> tuple[float, str, str]:
+        """What the first process with a loss that isn't finite says of it: the loss, where, why."""
+        everyone = [told for told in self.training.ranks.all(own) if told is not None]
+        return everyone[0] if everyone else (max(values), "the batches of several processes", "Only their mean overflows.")
+
     def _stop_on_gradients(self, values: Sequence[float]) -> NoReturn:
         wrong = self.update.not_finite()
         self.update.forget()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from onegraph.distributed import average_gradients
 from onegraph.errors import OnegraphError
-from onegraph.training.randomness import random_states, restore_random_states
+from onegraph.training.randomness import random_states, restore_random_states, seed_everything
 from onegraph.training.state import SavedState
+from onegraph.training.streams import stream_seed
 
 CPU = torch.device("cpu")
 
@@ -184,6 +185,14 @@ class OwnRandomness:
         """Sets this process's generators to what was loaded."""
         if self._own is not None:
             restore_random_states(self._own)
+
+
+def own_randomness(ranks: Ranks, seed: int) -> OwnRandomness | None:
+    """From here on every process draws its own: the masks of dropouts differ as those of other rows do. None for one process alone."""
+    if not ranks.several:
+        return None
+    seed_everything(stream_seed(seed, "process", ranks.rank))
+    return OwnRandomness(ranks)
 
 
 def _say_nothing(_: str) -> None:

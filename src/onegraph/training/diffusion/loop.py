@@ -178,8 +178,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         found = None
         if place is not None:
             found = own[place], ", ".join(drawn[place].paths[:_NAMED]), self.training.recipe.first_not_finite(drawn[place])
-        everyone = [told for told in self.training.ranks.all(found) if told is not None]
-        value, images, why = everyone[0] if everyone else (max(values), "images of several processes", "Only their mean overflows.")
+        value, images, why = self._first_told(found, values)
         self.training.optimizer.zero_grad(set_to_none=True)
         raise NumericsError(
             f"Step {self.training.position.step + 1}: the loss is {value}, for {images}.",

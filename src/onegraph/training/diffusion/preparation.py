@@ -39,7 +39,7 @@ from onegraph.training.diffusion.warm_up import HINT, warm_up
 from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
-from onegraph.training.ranks import OwnRandomness
+from onegraph.training.ranks import own_randomness
 from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
 from onegraph.training.state import SavedState, check_fingerprints, restore
@@ -76,7 +76,7 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     """
     with ground.launch.ranks.together():
         prepared = _prepare(ground, say)
-        prepared.training.own_randomness = _own_randomness(ground)
+        prepared.training.own_randomness = own_randomness(ground.launch.ranks, ground.seed)
         if ground.saved is not None:
             _resume(prepared.training, ground.saved)
     return prepared
@@ -318,15 +318,6 @@ def _require_steps_left(saved: SavedState[TrainingConfiguration], num_steps: int
 def _limit_norms(parts: Mapping[str, Adapters], largest: float) -> None:
     for adapters in parts.values():
         limit_norms(adapters, largest)
-
-
-def _own_randomness(ground: Groundwork) -> OwnRandomness | None:
-    """From here on every process draws its own: the masks of dropouts differ as those of different images do."""
-    ranks = ground.launch.ranks
-    if not ranks.several:
-        return None
-    seed_everything(stream_seed(ground.seed, "process", ranks.rank))
-    return OwnRandomness(ranks)
 
 
 def _resume(training: Training, saved: SavedState[TrainingConfiguration]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy
 import torch
 from torch import Tensor
 
+from onegraph.training.ranks import Ranks
 from onegraph.training.streams import stream
 from onegraph.training.text.encoding import Document
 from onegraph.training.text.layout import choose_widths, pack
@@ -24,13 +25,16 @@ class Batch(TypedDict):
     Shapes:
         input_ids: (B, T) int64
         labels: (B, T) int64, IGNORED where a token has no loss
-        position_ids: (B, T) int64; in packed rows they begin again with each document, and with the padding
+        position_ids: (B, T) int64, of packed rows only; they begin again with each document, and with the padding
+
+    ``num_trained`` tokens have a loss here, ``num_trained_by_all`` in the parts of all processes together.
     """
 
     input_ids: Tensor
     labels: Tensor
-    position_ids: Tensor
+    position_ids: NotRequired[Tensor]
     num_trained: int
+    num_trained_by_all: int
     places: tuple[str, ...]
 
 
@@ -57,6 +61,7 @@ class Batches:
         pad_id: The token of the padding.
         seed: Of the order; None: the order of the documents, in every epoch.
         widths: Use these, where nothing is packed; chosen from the documents when omitted.
+        ranks: The processes of the run: each gets its part of the rows that one process would have with a batch for all.
     """
 
     def __init__(
@@ -70,9 +75,12 @@ class Batches:
         pad_id: int,
         seed: int | None,
         widths: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.documents = documents
         self.batch_size = batch_size
+        self.ranks = ranks or Ranks()
+        self.whole_batch_size = batch_size * self.ranks.count
         self.packing = packing
         self._pad_id = pad_id
         self._seed = seed
@@ -88,13 +96,18 @@ class Batches:
         self.widths = sorted({row.width for row in self._rows})
 
     def __len__(self) -> int:
-        return sum(-(-sum(row.width == width for row in self._rows) // self.batch_size) for width in self.widths)
+        return sum(-(-sum(row.width == width for row in self._rows) // self.whole_batch_size) for width in self.widths)
 
     def __str__(self) -> str:
         places = sum(row.width for row in self._rows)
         filled = sum(map(len, self.documents)) / places
         form = f"packed into {len(self._rows)} rows of {self.widths[0]} tokens" if self.packing else f"of {_listed(self.widths)} tokens"
-        return f"{len(self)} batches of {self.batch_size} rows {form}, {1 - filled:.1%} padding"
+        return f"{len(self)} batches of {self.size_text} rows {form}, {1 - filled:.1%} padding"
+
+    @property
+    def size_text(self) -> str:
+        """How many rows a batch has; those of each process, where there are several."""
+        return f"{self.ranks.count} x {self.batch_size}" if self.ranks.several else str(self.batch_size)
 
     def steps_per_epoch(self, accumulation: int) -> int:
         """Optimiser steps in an epoch."""
@@ -112,7 +125,7 @@ class Batches:
             rows = [row for row in self._rows if row.width == width]
             if random is not None:
                 random.shuffle(rows)
-            groups += [rows[first : first + self.batch_size] for first in range(0, len(rows), self.batch_size)]
+            groups += [rows[first : first + self.whole_batch_size] for first in range(0, len(rows), self.whole_batch_size)]
         if random is not None:
             random.shuffle(groups)
         for group in groups[start:]:
@@ -128,14 +141,14 @@ class Batches:
     def one_of_each_width(self) -> Iterator[Batch]:
         """A real batch of each width."""
         for width in self.widths:
-            yield self._batch([row for row in self._rows if row.width == width][: self.batch_size])
+            yield self._batch([row for row in self._rows if row.width == width][: self.whole_batch_size])
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         width = rows[0].width
-        shape = (self.batch_size, width)
+        shape = (self.whole_batch_size, width)
         ids = numpy.full(shape, self._pad_id, dtype=numpy.int64)
         labels = numpy.full(shape, IGNORED, dtype=numpy.int64)
-        positions = numpy.tile(numpy.arange(width), (self.batch_size, 1))
+        positions = numpy.tile(numpy.arange(width), (self.whole_batch_size, 1))
         for line, row in enumerate(rows):
             end = 0
             for number in row.documents:
@@ -144,16 +157,24 @@ class Batches:
                 ids[line, start:end] = document.ids
                 labels[line, start:end] = numpy.where(document.trained, document.ids, IGNORED)
                 positions[line, start:end] = numpy.arange(end - start)
-            if self.packing:
-                # the padding is a document too: there is at least one token of it, so that every row has a mask
-                positions[line, end:] = numpy.arange(width - end)
-        return Batch(
-            input_ids=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            position_ids=torch.from_numpy(positions),
-            num_trained=int((labels != IGNORED).sum()),
-            places=tuple(self.documents[number].place for row in rows for number in row.documents),
+            # the padding is a document too: there is at least one token of it in a packed row, so that every such row has a mask
+            positions[line, end:] = numpy.arange(width - end)
+        own = self.ranks.part_of_rows
+        batch = Batch(
+            input_ids=own(torch.from_numpy(ids)),
+            labels=own(torch.from_numpy(labels)),
+            num_trained=int((own(torch.from_numpy(labels)) != IGNORED).sum()),
+            num_trained_by_all=int((labels != IGNORED).sum()),
+            places=tuple(self.documents[number].place for row in _part(rows, self.ranks, self.batch_size) for number in row.documents),
         )
+        if self.packing:
+            batch["position_ids"] = own(torch.from_numpy(positions))
+        return batch
+
+
+def _part(rows: Sequence[Row], ranks: Ranks, size: int) -> Sequence[Row]:
+    """This process's rows; the padding that fills a batch up stands behind those of all."""
+    return rows[ranks.rank * size : (ranks.rank + 1) * size]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -72,12 +72,19 @@ def lay_groundwork(launch: Launch[TextConfiguration], say: Say) -> Groundwork:
         DataError: Rows that can't be used.
         ModelFileError: The tokenizer can't be read.
     """
+    seed = launch.ranks.of_first(random.SystemRandom().randrange(2**32))
+    with launch.ranks.together():
+        return _lay(launch, say, seed)
+
+
+def _lay(launch: Launch[TextConfiguration], say: Say, drawn_seed: int) -> Groundwork:
     configuration = launch.configuration
     method_of(configuration.method, launch.label)
-    for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
-        make_folder(Path(folder))
-        check_writable(Path(folder) / "onegraph-probe")
-    SavePlan(configuration.saving).check_places()
+    if launch.ranks.first:
+        for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
+            make_folder(Path(folder))
+            check_writable(Path(folder) / "onegraph-probe")
+        SavePlan(configuration.saving).check_places()
     saved = None
     if configuration.run.resume is not None:
         saved = read_state(Path(configuration.run.resume), TextConfiguration)
@@ -85,7 +92,7 @@ def lay_groundwork(launch: Launch[TextConfiguration], say: Say) -> Groundwork:
             say(f"resuming with another setting, {line}")
     seed = configuration.run.seed
     if seed is None:
-        seed = saved.seed if saved is not None else random.SystemRandom().randrange(2**32)
+        seed = saved.seed if saved is not None else drawn_seed
     data = configuration.data
     rows = read_rows(data.train, launch.label("data.train"))
     records, held_out = rows.records, read_rows(data.validation, launch.label("data.validation")).records if data.validation else []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -118,15 +119,16 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
     def _step(self, batches: Sequence[Batch]) -> float:
         """One optimiser step; returns the mean loss of its tokens, each of which counts the same whatever batch it is in."""
         training = self.training
-        num_tokens = sum(batch["num_trained"] for batch in batches)
+        num_tokens = sum(batch["num_trained_by_all"] for batch in batches)
         losses: list[Tensor] = []
         for batch in batches:
-            loss = training.recipe.loss(batch, num_tokens)
+            # the mean over the processes of what each divides by its equal part is the mean over all tokens
+            loss = training.recipe.loss(batch, num_tokens / training.ranks.count)
             self.update.backward(loss)
             losses.append(loss.detach())
         values, norm, norm_value = self.update.measured(losses)
         if not all(math.isfinite(value) for value in values):
-            self._stop_on_loss(batches, values)
+            self._stop_on_loss(batches, [float(loss) for loss in losses], values)
         self._take_step(norm_value, values, norm)
         self.update.forget()
         self.outcome.num_tokens += num_tokens
@@ -159,7 +161,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         if training.held_out is None:
             return
         with evaluation_weights(training.optimizer, training.parameters):
-            loss = training.recipe.mean_loss(training.held_out.epoch(0))
+            loss = training.recipe.mean_loss(training.held_out.epoch(0), training.ranks)
         lowest = training.evaluations.add(step, loss, training.configuration.evaluation.min_improvement)
         if training.board is not None:
             training.board.write(step, {"loss/held_out": loss})
@@ -173,7 +175,8 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         self._write_adapter(adapter)
         if self.training.configuration.saving.save_state:
             self._write_state(self.training.plan.state(adapter))
-        remove(self.training.plan.outdated(when, number))
+        if self.training.ranks.first:
+            remove(self.training.plan.outdated(when, number))
 
     def _save_at_end(self, interruption: Interruption, *, finished: bool) -> None:
         training = self.training
@@ -194,34 +197,47 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
     def _write_adapter(self, folder: Path, *, say: bool = True) -> None:
         training = self.training
         if training.check is not None:
-            training.check(next(training.batches.epoch(training.position.epoch, training.position.batch)))
+            with training.ranks.together():
+                training.check(next(training.batches.epoch(training.position.epoch, training.position.batch)))
+        write = partial(training.writer.write, folder, step=training.position.step, epoch=self._epoch_number())
         with evaluation_weights(training.optimizer, training.parameters):
-            training.writer.write(folder, step=training.position.step, epoch=self._epoch_number(), evaluations=training.evaluations.found)
+            training.ranks.first_does(partial(write, evaluations=training.evaluations.found))
         self.outcome.adapter = folder
         if say:
             training.progress.say(f"saved {folder}")
 
     def _write_state(self, folder: Path) -> None:
         training = self.training
-        self.outcome.state = save_state(
-            folder,
-            position=training.position,
-            configuration=training.configuration,
-            seed=training.seed,
-            fingerprints=training.fingerprints,
-            parameters=training.parameters,
-            training=training.stateful,
-            losses=self._average.values,
-            notes=training.evaluations.notes(),
+        if training.own_randomness is not None:
+            training.own_randomness.collect()
+        training.ranks.first_does(
+            partial(
+                save_state,
+                folder,
+                position=training.position,
+                configuration=training.configuration,
+                seed=training.seed,
+                fingerprints=training.fingerprints,
+                parameters=training.parameters,
+                training=training.stateful,
+                losses=self._average.values,
+                notes=training.evaluations.notes(),
+            )
         )
+        self.outcome.state = folder
         training.progress.say(f"saved {folder}")
 
-    def _stop_on_loss(self, batches: Sequence[Batch], values: Sequence[float]) -> None:
-        place, value = next((index, value) for index, value in enumerate(values) if not math.isfinite(value))
+    def _stop_on_loss(self, batches: Sequence[Batch], own: Sequence[float], values: Sequence[float]) -> NoReturn:
+        """Every process gets here; the first that has such a loss of its own says what it is."""
+        place = next((index for index, value in enumerate(own) if not math.isfinite(value)), None)
+        found = None
+        if place is not None:
+            found = own[place], ", ".join(batches[place]["places"][:_NAMED]), self.training.recipe.first_not_finite(batches[place])
+        value, rows, why = self._first_told(found, values)
         self.update.forget()
         raise NumericsError(
-            f"Step {self.training.position.step + 1}: the loss is {value}, for {', '.join(batches[place]['places'][:_NAMED])}.",
-            why=f"{self.training.recipe.first_not_finite(batches[place])} The weights were not changed by this step. {self._last_good()}",
+            f"Step {self.training.position.step + 1}: the loss is {value}, for {rows}.",
+            why=f"{why} The weights were not changed by this step. {self._last_good()}",
             hint="a lower optimizer.learning_rate (--learning-rate), or precision.mixed_precision = no (--precision no)",
             code="loss-not-finite",
         )

@@ -14,6 +14,7 @@ from onegraph.errors import ConfigurationError
 from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
+from onegraph.training.ranks import own_randomness
 from onegraph.training.schedules import make_schedule
 from onegraph.training.state import SavedState, check_fingerprints, restore
 from onegraph.training.streams import stream_seed
@@ -59,6 +60,21 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         TargetError: Targets that match nothing.
         MismatchError: Compiled and eager differ.
     """
+    with ground.launch.ranks.together():
+        prepared = _prepare(ground, say)
+        training = prepared.training
+        training.own_randomness = own_randomness(ground.launch.ranks, ground.seed)
+        if ground.saved is not None:
+            # the random generators last, after all that may have used them
+            restore(ground.saved, parameters=training.parameters, training=training.stateful)
+            if training.own_randomness is not None:
+                training.own_randomness.put_back()
+            training.position, training.losses = ground.saved.position, ground.saved.losses
+            training.evaluations = Evaluations.read(dict(ground.saved.notes), ground.configuration.evaluation.min_improvement)
+    return prepared
+
+
+def _prepare(ground: Groundwork, say: Say) -> Prepared:
     configuration, launch = ground.configuration, ground.launch
     seed_everything(ground.seed)
     # frozen weights in the precision of autocast
@@ -111,18 +127,18 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
         seed=ground.seed,
         fingerprints=fingerprints,
         progress=ProgressDisplay(
-            num_steps, done=ground.saved.position.step if ground.saved else 0, num_epochs=num_epochs, quiet=configuration.logging.quiet
+            num_steps,
+            done=ground.saved.position.step if ground.saved else 0,
+            num_epochs=num_epochs,
+            quiet=configuration.logging.quiet or not launch.ranks.first,
+            stream=launch.ranks.stream,
         ),
+        ranks=launch.ranks,
         watch=warmed.watch,
         check=(lambda batch: subject.compare(_loss_of(recipe, batch))) if strict else None,
         board=_make_board(ground),
     )
     training.timings.add_compile(warmed.watch.compile_seconds)
-    if ground.saved is not None:
-        # the random generators last, after all that may have used them
-        restore(ground.saved, parameters=parameters, training=training.stateful)
-        training.position, training.losses = ground.saved.position, ground.saved.losses
-        training.evaluations = Evaluations.read(dict(ground.saved.notes), configuration.evaluation.min_improvement)
     return Prepared(training=training, base=base, adapters=adapters, warm_up=warmed)
 
 
@@ -167,12 +183,13 @@ def _batches(ground: Groundwork, encoded: Encoded, base: BaseModel, *, seed: int
         pad_id=base.pad_id,
         seed=seed,
         widths=widths,
+        ranks=ground.launch.ranks,
     )
 
 
 def _fingerprints(ground: Groundwork, base: BaseModel) -> dict[str, str]:
     """Which base model and which rows."""
-    found = {"base model": base.fingerprint(), **ground.fingerprints}
+    found = {"base model": base.fingerprint(), **ground.fingerprints, **ground.launch.ranks.fingerprint(ground.saved)}
     if ground.saved is not None:
         check_fingerprints(ground.saved, found, FREEDOM)
     return found
@@ -180,7 +197,7 @@ def _fingerprints(ground: Groundwork, base: BaseModel) -> dict[str, str]:
 
 def _make_board(ground: Groundwork) -> TensorBoard | None:
     folder = ground.configuration.logging.logging_dir
-    if folder is None:
+    if folder is None or not ground.launch.ranks.first:
         return None
     return TensorBoard(run_folder(Path(folder), "", ground.started_at, "train_text"), settings_record(ground))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onegraph.compiling import eager
 from onegraph.errors import ModelFileError
 from onegraph.training.finite import finite, watched
+from onegraph.training.ranks import Ranks
 from onegraph.training.text.batches import IGNORED, Batch
 
 _CHECKED_LENGTH = 6
@@ -34,7 +35,7 @@ class Recipe:
     device: torch.device
     precision: torch.dtype = torch.float32
 
-    def loss(self, batch: Batch, num_tokens: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def loss(self, batch: Batch, num_tokens: float | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The loss of a batch over ``num_tokens``, a scalar in fp32.
 
         Args:
@@ -50,17 +51,16 @@ class Recipe:
 
     def logits(self, batch: Batch, dtype: torch.dtype | None = None) -> Tensor:
         """(B, T, vocabulary)."""
+        # no mask: padding stands last, and positions that begin again tell transformers where a document ends
+        positions = {"position_ids": batch["position_ids"].to(self.device)} if "position_ids" in batch else {}
         with self._autocast(dtype):
-            # no mask: padding stands last, and positions that begin again tell transformers where a document ends
-            output = self.model(
-                input_ids=batch["input_ids"].to(self.device), position_ids=batch["position_ids"].to(self.device), use_cache=False
-            )
+            output = self.model(input_ids=batch["input_ids"].to(self.device), use_cache=False, **positions)
         logits: Tensor = output.logits
         return logits
 
     @torch.no_grad()
-    def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """The loss over all trained tokens of some batches, without dropout and gradients."""
+    def mean_loss(self, batches: Iterable[Batch], ranks: Ranks | None = None) -> float:
+        """The loss over all trained tokens of some batches (those of all processes), without dropout and gradients."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -70,7 +70,8 @@ class Recipe:
                 num_trained += batch["num_trained"]
         finally:
             self.model.train(was_training)
-        return total / max(1, num_trained)
+        mean, tokens = (ranks or Ranks()).mean(torch.tensor([total, num_trained], dtype=torch.float64, device=self.device)).tolist()
+        return float(mean / (tokens or 1))
 
     def first_not_finite(self, batch: Batch) -> str:
         """A sentence that names the first thing that is NaN or infinite when this loss is computed, run eager."""
@@ -107,20 +108,28 @@ def require_separate_documents(recipe: Recipe, vocabulary: int) -> None:
     recipe.model.eval()
     try:
         with eager():
-            packed = recipe.logits(_bare(torch.cat([first, second], dim=1), torch.cat([positions, positions], dim=1)))
             alone = recipe.logits(_bare(second, positions))
+            packed = recipe.logits(_bare(torch.cat([first, second], dim=1), torch.cat([positions, positions], dim=1)))
+    except TypeError as error:
+        raise _leaks(recipe, f"it takes no position_ids ({error})") from error
     finally:
         recipe.model.train(was_training)
     difference = (packed[:, _CHECKED_LENGTH:] - alone).float().norm() / alone.float().norm()
     tolerance = max(_SEEN, 4 * torch.finfo(recipe.precision).eps)
     if not float(difference) <= tolerance:
-        raise ModelFileError(
-            f"{type(recipe.model).__name__} mixes documents that share a row: the second one's output changes by {float(difference):.1%}.",
-            why="Packing needs attention that positions which begin again keep apart; this architecture has something else.",
-            hint="data.packing = false",
-            code="packing-leaks",
-        )
+        raise _leaks(recipe, f"the second one's output changes by {float(difference):.1%}")
+
+
+def _leaks(recipe: Recipe, what: str) -> ModelFileError:
+    return ModelFileError(
+        f"{type(recipe.model).__name__} can't keep documents apart that share a row: {what}.",
+        why="Packing needs attention that positions which begin again keep apart; this architecture has something else.",
+        hint="data.packing = false (--no-packing)",
+        code="packing-leaks",
+    )
 
 
 def _bare(ids: Tensor, positions: Tensor) -> Batch:
-    return Batch(input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=positions, num_trained=0, places=())
+    return Batch(
+        input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=positions, num_trained=0, num_trained_by_all=0, places=()
+    )
