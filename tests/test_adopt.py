@@ -13,6 +13,7 @@ import bitsandbytes
 import peft
 import pytest
 import torch
+import transformers
 from diffusers import StableDiffusionPipeline
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch import Tensor, nn
@@ -681,12 +682,30 @@ def partly(change: Callable[[Any], object]) -> Any:
     return model
 
 
+def merged_beside_another() -> Any:
+    model, _ = several()
+    model.set_adapter("wash")
+    model.merge_adapter(["ink"])
+    return model
+
+
+def merged_into_a_tied_head() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+    )
+    model = random(peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["lm_head"], r=2)))
+    model.merge_adapter()
+    return model
+
+
 STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "two DoRA": (lambda: two(peft.LoraConfig, r=2, use_dora=True), "'ink' and 'paper' are active at once on wide, with dora"),
     "two IA3": (lambda: two(peft.IA3Config, feedforward_modules=[]), "active at once on wide, with ia3"),
     "disabled in part": (lambda: partly(lambda layer: layer.enable_adapters(False)), "at wide is disabled"),
     "active in part": (lambda: partly(lambda layer: layer.set_adapter("wash")), "active on some of their layers only"),
     "merged in part": (lambda: partly(lambda layer: layer.merge()), "'ink' is merged on some of their layers only, not on block.narrow"),
+    "merged beside another one": (merged_beside_another, "'ink' merged, and 'wash' active, as on table"),
+    "merged into a shared weight": (merged_into_a_tied_head, "merged into the weight of lm_head, which another layer shares"),
     "an unsure convolution": (lambda: peft_model(CASES["oft-on-conv"]), "an OFT on the convolution conv with a kernel of 3x3"),
 }
 

@@ -66,7 +66,9 @@ def state_of(sites: Sequence[Site]) -> State:
                 hint="peft_model.set_adapter(name)" if what == "active" else "peft_model.unmerge_adapter()",
             )
     found = State(active, merged, True in disabled)
-    _check_copies(found, sites)
+    if found.merged and not found.disabled:
+        beside = [path for path, present, now, written in own if written == [] and now and present]
+        _check_beside(found, beside, sites)
     return found
 
 
@@ -83,13 +85,15 @@ def _merged(layer: nn.Module, present: Collection[str]) -> list[str] | None:
     return [name for name in getattr(layer, "merged_adapters", []) if name in present]
 
 
-def _check_copies(state: State, sites: Sequence[Site]) -> None:
-    """PEFT merges no module that is trained whole: it goes on to follow what is active."""
-    copied = {name for site in sites if site.wrapper is not None for name in adapters_on(site)}
-    differing = (set(state.active) ^ set(state.merged)) & copied
-    if state.merged and not state.disabled and differing:
+def _check_beside(state: State, beside: Sequence[str], sites: Sequence[Site]) -> None:
+    """PEFT goes on to run what is active where nothing is merged: on other layers, and in modules trained whole, which it never merges."""
+    copies = {name: site.path for site in sites if site.wrapper is not None for name in adapters_on(site)}
+    differing = [copies[name] for name in sorted((set(state.active) ^ set(state.merged)) & copies.keys())]
+    if beside or differing:
         raise undecided(
-            f"{few([repr(name) for name in state.merged])} merged, and other adapters are active with modules trained whole",
+            f"{few([repr(name) for name in state.merged])} merged, and {few([repr(name) for name in state.active])} active, as on"
+            f" {[*beside, *differing][0]}",
+            why="Here what is merged runs alone.",
             hint="peft_model.unmerge_adapter()",
         )
 

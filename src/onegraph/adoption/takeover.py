@@ -125,7 +125,7 @@ def _adopted(x: object, trainable: bool | None, undo: ExitStack) -> _Done:
     _check_names(held, sites)
     state = state_of(sites)
     if state.merged:
-        unmerge(sites, undo)
+        unmerge(held.model, sites, undo)
         sites = sites_of(held.model)  # PEFT merges a norm by exchanging it with its copy
     adapters_taken = [taken(name, config, sites, held.model) for name, config in held.configs.items()]
     trains = _trains(adapters_taken, held, state) if trainable is None else trainable

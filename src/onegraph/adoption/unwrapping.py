@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onegraph.adapters.replacing import Replacement
-from onegraph.adoption.refusals import unsupported
+from onegraph.adoption.refusals import undecided, unsupported
 from onegraph.adoption.sites import Site
 
 
@@ -43,16 +43,19 @@ def check_plain(model: nn.Module) -> None:
             raise unsupported(f"{path} is a {type(module).__name__} of PEFT's", hint="keep it in PEFT")
 
 
-def unmerge(sites: Sequence[Site], undo: ExitStack) -> None:
+def unmerge(model: nn.Module, sites: Sequence[Site], undo: ExitStack) -> None:
     """Let PEFT take merged adapters out of the weights again.
 
     Args:
+        model: What they are in.
         sites: Where its layers are.
         undo: Gets what merges them again, to the same numbers bit for bit.
 
     Raises:
-        AdapterError: ``adopt-unsupported`` for quantised weights, which can't be taken back exactly.
+        AdapterError: ``adopt-unsupported`` for quantised weights, which can't be taken back exactly; ``adopt-state`` for weights that
+            other layers share, which PEFT changes for all of them.
     """
+    _check_shared(model, sites)
     for site in sites:
         for layer in site.layers:
             if getattr(layer, "merged_adapters", None) and _is_quantised(site.base):
@@ -66,6 +69,21 @@ def unmerge(sites: Sequence[Site], undo: ExitStack) -> None:
             if getattr(layer, "merged_adapters", None):
                 undo.callback(_again(layer))
                 _quietly(layer, "unmerge")
+
+
+def _check_shared(model: nn.Module, sites: Sequence[Site]) -> None:
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), set()).add(id(module))
+    for site in sites:
+        merged = any(getattr(layer, "merged_adapters", None) for layer in site.layers)
+        if merged and any(value is not None and len(owners[id(value)]) > 1 for value in site.base._parameters.values()):
+            raise undecided(
+                f"an adapter is merged into the weight of {site.path}, which another layer shares",
+                why="PEFT changed it for both; here a merge leaves the other one as it was.",
+                hint="peft_model.unmerge_adapter()",
+            )
 
 
 def _is_quantised(module: nn.Module) -> bool:
