@@ -331,6 +331,7 @@ def test_every_flag_names_a_setting_and_the_help_lists_it(capsys: pytest.Capture
         (["--model", "none.gguf"], "language-model", "There is no none.gguf"),
         (["--validation-share", "0.99"], "nothing-to-learn", "leaves nothing to learn"),
         (["--resume", "nowhere"], "state-not-found", "nowhere"),
+        (["--packing", "--max-length", "2049"], "bad-value", "has 2048 positions"),
         (["--chat-template", "nowhere.jinja"], "chat-template", "nowhere.jinja"),
     ],
 )

@@ -56,7 +56,7 @@ class Update:
         return read[:-1], norm, read[-1]
 
     def take(self, norm: Tensor) -> bool:
-        """Clips, steps, forgets the gradients; False when the scaler left the step out because of an overflow."""
+        """Clips and steps; False when the scaler left the step out because of an overflow."""
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.max_grad_norm, norm)
         taken = True

@@ -43,6 +43,16 @@ class BaseModel:
             return hashlib.sha256("".join(f"{file.name} {_glimpse(file)}\n" for file in files).encode()).hexdigest()
         return f"{self.path}@{getattr(self.model.config, '_commit_hash', None)}"
 
+    def require_positions(self, width: int, label: str) -> None:
+        """Raises ConfigurationError, ``bad-value``, for rows that are longer than the model can count."""
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(most, int) and width > most:
+            raise ConfigurationError(
+                f"Rows are {width} tokens wide, and {type(self.model).__name__} has {most} positions.",
+                hint=f"{label} of {most} or less",
+                code="bad-value",
+            )
+
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template that was given.

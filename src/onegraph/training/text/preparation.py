@@ -90,6 +90,7 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     if configuration.data.packing:
         require_separate_documents(recipe, len(ground.tokenizer))
     batches = _batches(ground, ground.train, base, seed=ground.seed)
+    base.require_positions(batches.widths[-1], launch.label("data.max_length"))
     say(str(batches))
     held_out = None if ground.held_out is None else _batches(ground, ground.held_out, base, seed=None, widths=batches.widths)
     writer = AdapterWriter(adapters=adapters, configuration=configuration, seed=ground.seed, base=base.path)
