@@ -106,9 +106,9 @@ def _any_length(values: Iterable[Any]) -> None:
     if positions == 1:  # one a step: that is a graph of its own, and has no such size
         return
     for tensor in tensors:
-        axis = 2 if tensor.dim() == 4 else 1
-        if tensor.dim() > 1 and tensor.shape[axis] == positions:
-            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        for axis in (2, 3) if tensor.dim() == 4 else (1,):  # a mask of a window has as many columns
+            if tensor.dim() > 1 and tensor.shape[axis] == positions:
+                torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
