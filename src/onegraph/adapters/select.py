@@ -78,7 +78,7 @@ def select(
     if not problems:
         paths = [entry.path for entry in entries]
         problems = [
-            TargetError(f"the override {key!r} matches no adapted layer", hint=_near(key, paths), code="override-without-match")
+            TargetError(f"the override {key!r} matches no adapted layer", hint=near_misses(key, paths), code="override-without-match")
             for key in patterns
             if key not in used and not any(patterns[key].match(path) for path in paths)  # a key may stand behind another that won
         ]
@@ -167,7 +167,7 @@ def _matched(model: nn.Module, everywhere: list[Place], targets: Targets, option
                 TargetError(
                     f"{option}: {entry!r} matches no module",
                     why="An entry matches a path that equals it or ends with it after a dot.",
-                    hint=_near(entry, paths),
+                    hint=near_misses(entry, paths),
                     code="target-without-match",
                 )
                 for entry in missing
@@ -200,8 +200,8 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return _plain(head) if isinstance(head, nn.Module) else None
 
 
-def _near(entry: str, paths: Iterable[str]) -> str:
-    """Endings of adaptable paths that look like the entry."""
+def near_misses(entry: str, paths: Iterable[str]) -> str:
+    """A hint: endings of adaptable paths that look like the entry, or all that there are."""
     depth = entry.count(".") + 1
     endings = list(dict.fromkeys(".".join(path.split(".")[-depth:]) for path in paths))
     close = nearest(entry, endings)
@@ -220,7 +220,7 @@ def _nothing_matched(everywhere: list[Place], targets: Targets, *, excluded: boo
     return TargetError(
         f"{shown} matches none of the model's {len(everywhere)} modules",
         why="A list entry matches a path that equals it or ends with it after a dot; a string is a regular expression for the whole path.",
-        hint=_near(first, paths),
+        hint=near_misses(first, paths),
         code="no-target-matched",
     )
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from onegraph.checkpoint.keys import first_ten
-from onegraph.errors import CheckpointError, NumericsError
+from onegraph.errors import CheckpointError, NumericsError, nearest
 
 # The format's own limit; anything larger is no header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -107,6 +107,38 @@ def read_container(path: Path) -> Container:
     return Container(tensors, metadata)
 
 
+def read_shards(index: Path) -> Container:
+    """Read the safetensors files that an index names, as one.
+
+    Raises:
+        CheckpointError: ``file-shards`` for an index that is broken or doesn't fit its files; as :func:`read_container`.
+    """
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(table.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _bad_index(index, "It holds no readable weight_map.") from error
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise _bad_index(index, f"It names {name!r}, which is no file beside it.")
+        if not (index.parent / name).is_file():
+            raise _bad_index(index, f"It names {name}, which isn't there.")
+        shard = read_container(index.parent / name)
+        tensors |= shard.tensors
+        metadata |= shard.metadata
+    if missing := sorted(table.keys() - tensors.keys()):
+        raise _bad_index(index, f"Its files lack tensors that it names:\n{first_ten(missing)}")
+    return Container(tensors, metadata)
+
+
+def _bad_index(index: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The files of {index} can't be put together.", why=why, hint="Download or copy all of them again.", code="file-shards"
+    )
+
+
 def check_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Raise CheckpointError ``weights-not-finite`` for NaN or infinity."""
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
@@ -151,6 +183,13 @@ def _read_header(path: Path) -> dict[str, object]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise _not_safetensors(path, start, size, length) from error
     promised = 8 + length + max(ends, default=0)
+    if promised < size:
+        raise CheckpointError(
+            f"{path} is longer than its header says: it holds {size:,} bytes, the header tells of {promised:,}.",
+            why="Something was written behind its end, such as another file; what belongs to it can't be told.",
+            hint="Download or copy the file again, each file by itself.",
+            code="file-not-safetensors",
+        )
     if promised > size:
         raise CheckpointError(
             f"{path} is truncated: it holds {size:,} bytes, its header promises {promised:,}.",
@@ -209,7 +248,11 @@ def _not_safetensors(path: Path, start: bytes, size: int, length: int) -> Checkp
 
 def _files_nearby(path: Path) -> str:
     try:
-        nearby = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == ".safetensors")
+        entries = sorted(path.parent.iterdir())
+        nearby = [entry.name for entry in entries if entry.suffix == ".safetensors"]
+        names = [entry.name for entry in entries if entry.suffix == path.suffix or entry.is_dir()]
     except OSError:
         return f"The folder {path.parent} does not exist either."
+    if close := nearest(path.name, names):
+        return f"Did you mean {path.parent / close[0]}?"
     return f"In {path.parent} there is: {', '.join(nearby[:5])}." if nearby else f"{path.parent} holds no .safetensors file."

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.checkpoint.dialects import kohya
 from onegraph.checkpoint.file import AdapterFile
+from onegraph.checkpoint.language_models import name_of
 from onegraph.checkpoint.matching import Placement, fit
 from onegraph.checkpoint.origin import remember
 from onegraph.checkpoint.reading import read
@@ -42,6 +44,9 @@ def load(
     """
     file = read(path, format=format)
     placement = fit(file, model, part=part)
+    said, own = file.config.get("base_model_name_or_path"), name_of(model)
+    if isinstance(said, str) and said and own and Path(said).name.lower() != Path(own).name.lower():
+        logger.warning("%s was made for %s, this model is %s; its layers fit, its results may not", file.path, said, own)
     if part is None and len(file.parts) > 1:
         logger.info("%s has the parts %s; one of them fits this model", file.path, ", ".join(file.parts))
     return _put(model, placement, name, file)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from onegraph.checkpoint.detection import family_of_model, likely_family
 from onegraph.checkpoint.dialects import kohya
 from onegraph.checkpoint.file import SHARED, AdapterFile, Weights, tensors_of
 from onegraph.checkpoint.keys import first_ten, match_paths
+from onegraph.checkpoint.language_models import described, made_for, nested
 from onegraph.errors import CheckpointError
-from onegraph.layers import KINDS, Layer, describe_any
+from onegraph.layers import Layer, describe_any
 from onegraph.methods import Method
 
 _TEXT_LEVEL = "text_model."
@@ -46,7 +47,8 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
 
     Raises:
         CheckpointError: ``adapter-part``, ``adapter-architecture`` with the first ten modules the model doesn't have, ``adapter-shape``,
-            or ``adapter-base-weights`` where the file changes weights of the base model in a way that no adapter can.
+            ``weights-not-float``, or ``adapter-base-weights`` where the file changes weights of the base model in a way that no adapter
+            can.
     """
     layers, canonical = _layers(model)
     if part is not None and part not in file.parts:
@@ -58,7 +60,7 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
     found = located[best]
     keys = _layers_in(file, best)
     if len(found) < len(keys):
-        raise _other_architecture(file, model, keys.keys() - found.keys(), len(keys))
+        raise _other_architecture(file, model, keys.keys(), found.keys(), layers.keys())
     methods: dict[str, Method] = {}
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     rewritten: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
@@ -78,6 +80,7 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
         methods[path] = method
         tensors[path], wrong = _shaped(path, _completed(weights, file, method, layers[path]), method, layers[path])
         problems += wrong
+    _check_numbers(file, tensors)
     if problems:
         raise _other_shapes(file, model, problems, len(keys))
     adapters = adapters_of(model)
@@ -95,6 +98,23 @@ def fit(file: AdapterFile, model: nn.Module, *, part: str | None = None) -> Plac
     methods = _settled(methods, layers)
     shared = _shared(file, methods, tensors_of(file.parts[best].get(SHARED, {})))
     return Placement(methods, {**tensors, **({SHARED: shared} if shared else {})})
+
+
+def _check_numbers(file: AdapterFile, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Raise CheckpointError ``weights-not-float`` for whole numbers, truth values and complex numbers."""
+    odd = [
+        f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        for path, own in tensors.items()
+        for name, tensor in own.items()
+        if not tensor.is_floating_point()
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{len(odd)} tensors in {file.path} hold no floating-point numbers.",
+            why=f"Copied as they are they would be other weights than were trained. They are:\n{first_ten(odd)}",
+            hint="Something quantised or converted the file; use the one that was saved after training.",
+            code="weights-not-float",
+        )
 
 
 def _layers(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
@@ -202,12 +222,14 @@ def _without_trailing_ones(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _other_architecture(file: AdapterFile, model: nn.Module, missing: Iterable[str], num_layers: int) -> CheckpointError:
-    names = list(missing)
+def _other_architecture(
+    file: AdapterFile, model: nn.Module, wanted: Collection[str], found: Collection[str], paths: Collection[str]
+) -> CheckpointError:
+    missing = [name for name in wanted if name not in found]
     return CheckpointError(
-        f"{len(names)} of the {num_layers} layers in {file.path} are not in this {_name(model)}.",
-        why=f"The model has no {KINDS} of these names:\n{first_ten(names)}\n{_families(file, model)}",
-        hint="Load it onto the model it was made for.",
+        f"{len(missing)} of the {len(wanted)} layers in {file.path} are not in this {_name(model)}.",
+        why=f"The model has no layer that can be adapted of these names:\n{first_ten(missing)}\n{_families(file, model)}",
+        hint=nested(wanted, paths) or "Load it onto the model it was made for.",
         code="adapter-architecture",
     )
 
@@ -224,8 +246,11 @@ def _other_shapes(file: AdapterFile, model: nn.Module, problems: list[str], num_
 def _families(file: AdapterFile, model: nn.Module) -> str:
     family, own = likely_family(file), family_of_model(unwrapped(model))
     parts = ", ".join(part for part in file.parts if part)
-    made_for = f"The file was probably made for {family}." if family else "The file doesn't say which model it was made for."
-    return f"{made_for}" + (f" This model looks like {own}." if own else "") + (f" Its parts: {parts}." if parts else "")
+    origin = (
+        f"The file was probably made for {family}." if family else made_for(file) or "The file doesn't say which model it was made for."
+    )
+    own = f" This model looks like {own}." if own else f" This model is {name}." if (name := described(model)) else ""
+    return f"{origin}{own}" + (f" Its parts: {parts}." if parts else "")
 
 
 def _name(model: nn.Module) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import torch
 
-from onegraph.checkpoint.container import Container, check_finite, read_container
+from onegraph.checkpoint.container import Container, check_finite, read_container, read_shards
 from onegraph.checkpoint.detection import check_format, format_of
 from onegraph.checkpoint.dialects import diffusers, kohya, lycoris, native, peft, peft_config
 from onegraph.checkpoint.file import AdapterFile
@@ -71,7 +72,11 @@ def _read_folder(folder: Path, format: str | None) -> AdapterFile:
         pickled = folder / peft.PICKLED_WEIGHTS_NAME
         if not weights.exists() and pickled.exists():
             return _peft(Container(_read_pickle(pickled), {}), folder / peft.CONFIG_NAME, folder)
-        return _peft(read_container(weights), folder / peft.CONFIG_NAME, folder)
+        index = folder / peft.INDEX_NAME
+        container = read_shards(index) if not weights.exists() and index.exists() else read_container(weights)
+        return _peft(container, folder / peft.CONFIG_NAME, folder)
+    if (folder / peft.WEIGHTS_NAME).is_file() and format in (None, "peft"):
+        return read(folder / peft.WEIGHTS_NAME, format=format)
     if (folder / diffusers.WEIGHTS_NAME).is_file() and format in (None, "diffusers"):
         return read(folder / diffusers.WEIGHTS_NAME, format=format)
     raise CheckpointError(
@@ -104,8 +109,10 @@ def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError) as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it names {named.group(1)}" if named else next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{path} can't be read as plain tensors: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"{path} can't be read as plain tensors: {reason}.",
             why="Only pickles that hold nothing but tensors are read, because anything else could run code.",
             hint=f"Convert it where you trust it, or download {peft.WEIGHTS_NAME} instead.",
             code="file-is-pickle",

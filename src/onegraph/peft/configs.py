@@ -154,6 +154,7 @@ class PeftConfig:
             path = repositories.config_path(pretrained_model_name_or_path, subfolder=subfolder, **repositories.download_options(kwargs))
             values = peft_config.read_config(path)
             form = peft_config.form_of(values, path)
+            peft_config.refuse_misspelt(values, form, path)
             return _from_values(form.settle(values), form)
 
     @classmethod

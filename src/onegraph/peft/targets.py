@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from onegraph.adapters import Adapted
-from onegraph.adapters.select import ALL_LINEAR
+from onegraph.adapters.select import ALL_LINEAR, near_misses
 from onegraph.adapters.walk import Place, places, unwrapped
 from onegraph.checkpoint.dialects.peft_methods.fields import Config
 from onegraph.checkpoint.dialects.peft_methods.form import PeftForm
@@ -117,7 +117,7 @@ def model_type_of(model: nn.Module) -> str:
 def _targeted(config: PeftConfig, model: nn.Module, everywhere: list[Place], only: Collection[str] | None) -> list[Place]:
     if only is not None:
         chosen = [place for place in everywhere if any(path in only for path in place.paths)]
-        return chosen or _nothing(config, excluded=False)
+        return chosen or _nothing(config, everywhere, excluded=False)
     all_linear = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
     if all_linear:
         heads = _heads(config, model)
@@ -128,7 +128,7 @@ def _targeted(config: PeftConfig, model: nn.Module, everywhere: list[Place], onl
     left = {id(place) for place in excluded}
     chosen = [place for place in matching if id(place) not in left]
     if not chosen:
-        return _nothing(config, excluded=bool(matching))
+        return _nothing(config, everywhere, excluded=bool(matching))
     if all_linear:
         config.target_modules = {place.path for place in chosen}
     if getattr(config, "exclude_modules", None) and not excluded:
@@ -136,17 +136,19 @@ def _targeted(config: PeftConfig, model: nn.Module, everywhere: list[Place], onl
     return chosen
 
 
-def _nothing(config: PeftConfig, *, excluded: bool) -> list[Place]:
+def _nothing(config: PeftConfig, everywhere: list[Place], *, excluded: bool) -> list[Place]:
     targets = config.target_modules
     shown = targets if isinstance(targets, str) else sorted(targets or ())
     if excluded:
         raise NoMatchingPeftModuleError(
             f"target_modules={shown}: everything that matched was excluded", hint="see exclude_modules and modules_to_save"
         )
+    first = targets if isinstance(targets, str) else next(iter(shown), "")
+    narrowed = "" if getattr(config, "layers_to_transform", None) is None else "; layers_to_transform narrows what is matched down"
     raise NoMatchingPeftModuleError(
         f"target_modules={shown} matches no module of the model",
         why="An entry matches a path that equals it or ends with it after a dot; a string is a regular expression for the whole path.",
-        hint="print the model; layers_to_transform and layers_pattern narrow what is matched down",
+        hint=near_misses(first, [path for place in everywhere if describe(_plain(place)) is not None for path in place.paths]) + narrowed,
     )
 
 

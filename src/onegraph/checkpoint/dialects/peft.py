@@ -19,6 +19,7 @@ from onegraph.methods import Method
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLED_WEIGHTS_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
 SHARED_PREFIX = "base_model."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Mapping
@@ -16,6 +17,12 @@ logger = logging.getLogger(__name__)
 
 # Written by PEFT beside the fields of the configuration; says nothing about the adapter.
 RUNTIME = "runtime_config"
+# Methods of PEFT that are no weights of layers, or aren't here.
+_ELSEWHERE = frozenset(
+    "ADAMSS ADAPTION_PROMPT BEFT C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA LILY MULTITASK_PROMPT_TUNING OSF PEANUT"
+    " POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING RANDLORA ROAD SHADOW SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA"
+    " WAVEFT XLORA".split()
+)
 
 
 def read_config(path: Path) -> dict[str, object]:
@@ -53,9 +60,10 @@ def form_of(values: Mapping[str, object], path: Path) -> PeftForm:
     peft_type = values.get("peft_type")
     if isinstance(peft_type, str) and peft_type in FORMS:
         return FORMS[peft_type]
-    close = nearest(peft_type.upper(), FORMS) if isinstance(peft_type, str) else []
+    known = isinstance(peft_type, str) and peft_type.upper() in _ELSEWHERE
+    close = nearest(peft_type.upper(), FORMS) if isinstance(peft_type, str) and not known else []
     raise CheckpointError(
-        f"{path} is of peft_type {peft_type!r}, which isn't read.",
+        f"{path} is of peft_type {peft_type!r}, {'a method of PEFT that is not here' if known else 'which is no method'}.",
         hint=f"Did you mean {close[0]!r}? Read are: {', '.join(sorted(FORMS))}." if close else f"Read are: {', '.join(sorted(FORMS))}.",
         code="adapter-unsupported" if isinstance(peft_type, str) else "adapter-config",
     )
@@ -88,10 +96,29 @@ def checked(values: Mapping[str, object], form: PeftForm, path: Path) -> Config:
             else f"{form.peft_type} without it is read.",
             code="adapter-unsupported",
         )
+    refuse_misspelt(values, form, path)
     unknown = sorted(settled.keys() - form.fields.keys() - {RUNTIME})
     if unknown:
         logger.warning("%s: unknown fields, kept but not used: %s", path, ", ".join(unknown))
     return config
+
+
+def refuse_misspelt(values: Mapping[str, object], form: PeftForm, path: Path) -> None:
+    """Check the names of a configuration's fields. PEFT writes every field that it knows: one that is missing may stand there misspelt.
+
+    Raises:
+        CheckpointError: ``adapter-config`` for an unknown field that looks like one that is missing.
+    """
+    absent = form.fields.keys() - values.keys()
+    unknown = sorted(values.keys() - form.fields.keys() - {RUNTIME})
+    meant = [(name, close[0]) for name in unknown if (close := difflib.get_close_matches(name, absent, n=1, cutoff=0.85))]
+    if meant:
+        raise CheckpointError(
+            f"{path} has unknown fields: {', '.join(name for name, _ in meant)}.",
+            why="\n".join(f"  {name} looks like {field}, which is missing and would be {form.defaults[field]!r}" for name, field in meant),
+            hint=f"Did you mean {meant[0][1]!r}?",
+            code="adapter-config",
+        )
 
 
 def kept_fields(values: Mapping[str, object]) -> dict[str, object]:
