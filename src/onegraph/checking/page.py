@@ -14,13 +14,16 @@ from onegraph.checking.breaks import instead
 from onegraph.checking.report import Report, size
 
 
-def page(target: str, reports: Sequence[Report], *, failed: Sequence[tuple[str, str]] = (), verdict: str) -> str:
+def page(
+    target: str, reports: Sequence[Report], *, failed: Sequence[tuple[str, str]] = (), skipped: Sequence[tuple[str, str]] = (), verdict: str
+) -> str:
     """The page.
 
     Args:
         target: What was checked.
         reports: One for each adapter or method.
         failed: (name, error) of what could not run.
+        skipped: (name, reason) of what doesn't fit the model.
         verdict: In a word or two.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -38,5 +41,5 @@ def page(target: str, reports: Sequence[Report], *, failed: Sequence[tuple[str, 
     ]
     facts = [("torch", torch.__version__), ("Python", platform.python_version()), ("on", f"{platform.system()} {platform.machine()}")]
     return environment.from_string(source).render(
-        target=target, reports=drawn, failed=failed, verdict=verdict, facts=facts, instead=instead, size=size
+        target=target, reports=drawn, failed=failed, skipped=skipped, verdict=verdict, facts=facts, instead=instead, size=size
     )

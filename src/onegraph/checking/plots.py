@@ -39,9 +39,9 @@ def gradients(report: Report) -> str:
         axes.set_xscale("log")
         axes.set_xlabel("error as a share of the norm")
         named = [Patch(color=_COMPILED, label="compiled"), Patch(color=_WRONG, label="compiled, wrong"), Patch(color=_EAGER, label="eager")]
-        axes.legend(handles=[*named, *marks], fontsize=7, frameon=False, loc="lower right")
+        axes.legend(handles=[*named, *marks], fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
 
-    return _svg(draw, height=1.2 + 0.22 * len(rows))
+    return _svg(draw, height=1.5 + 0.22 * len(rows))
 
 
 def losses(training: TrainRun) -> str:
@@ -77,7 +77,8 @@ def _share(part: float, row: GradientRow) -> float:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 60 else f"...{name[-57:]}"
+    short = name if len(name) <= 60 else f"...{name[-57:]}"
+    return short.replace("$", r"\$")  # a name is no formula
 
 
 def _svg(draw: Callable[[Axes], None], *, height: float) -> str:
@@ -86,8 +87,8 @@ def _svg(draw: Callable[[Axes], None], *, height: float) -> str:
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     target = io.StringIO()
-    # names are no formulas, and the reader's own fonts show what this machine's can't
-    with matplotlib.rc_context({"svg.hashsalt": "onegraph", "svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
+    with matplotlib.rc_context({"svg.hashsalt": "onegraph", "svg.fonttype": "none"}), warnings.catch_warnings():
+        # the reader's own fonts show what this machine's can't
         warnings.filterwarnings("ignore", message=".*[Gg]lyph")
         draw(axes)
         axes.spines[["top", "right"]].set_visible(False)

@@ -4,7 +4,7 @@
   onegraph check model.safetensors               a Stable Diffusion file
   onegraph check my_module:build                 a function that returns model, batch[, loss]
   onegraph check FOLDER --adapter lora.safetensors
-  onegraph check FOLDER --method lora,dora       each attached in turn; "all" is every method
+  onegraph check FOLDER --method lora,dora       each attached in turn; "all" is every method that fits
 
 Exit status: 0 right, 1 wrong, 2 could not run. Graph breaks and recompiles are reported; with --strict they count as wrong.
 """
@@ -36,7 +36,7 @@ from onegraph.checkpoint import load
 from onegraph.checkpoint.atomic import atomic_write, check_writable
 from onegraph.cli.explain import offer
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_backend
-from onegraph.errors import ConfigurationError, ModelFileError, OnegraphError, OutputError, nearest
+from onegraph.errors import ConfigurationError, ModelFileError, OnegraphError, OutputError, TargetError, nearest
 from onegraph.layers import describe
 from onegraph.methods import METHODS, Method
 from onegraph.training.output import lasting_output
@@ -53,6 +53,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _TOLD_LINES = 8
+_FITS_NONE = "unsupported-layer"
 # A part of another method, never alone.
 _METHODS = {name: kind for name, kind in METHODS.items() if name != "with_bias"}
 
@@ -121,21 +122,27 @@ def _run(arguments: argparse.Namespace, output: IO[str] | None = None) -> int:
         return COULD_NOT_RUN
     reports: list[Report] = []
     failed: list[tuple[str, str]] = []
+    skipped: list[tuple[str, str]] = []
     for name, prepare in jobs:
         try:
             with prepare(target.model):
                 reports.append(_checked(target, name, settings, arguments, script=_script(arguments, name, alone=len(jobs) == 1)))
             print(reports[-1], flush=True)
         except (Exception, SystemExit) as error:
+            if arguments.method == "all" and isinstance(error, TargetError) and error.code == _FITS_NONE:
+                skipped.append((name, f"{error.what} {error.why}"))
+                print(f"{name}: not tried: {skipped[-1][1]}", flush=True)
+                continue
             failed.append((name, _told(error)))
             print(f"{name}: could not run\n{failed[-1][1]}", file=sys.stderr, flush=True)
-    status = _status(reports, failed, strict=arguments.strict)
+    # "all" is those that fit; not one is a mistake
+    status = _status(reports, failed if reports or failed else skipped, strict=arguments.strict)
     verdict = {RIGHT: "right", WRONG: "wrong", COULD_NOT_RUN: "could not run"}[status]
     try:
         if arguments.json is not None:
-            _write_json(arguments.json, target, reports, failed, status, output)
+            _write_json(arguments.json, target, reports, {"failed": failed, "skipped": skipped}, status, output)
         if arguments.html is not None:
-            _write(Path(arguments.html), page(target.name, reports, failed=failed, verdict=verdict))
+            _write(Path(arguments.html), page(target.name, reports, failed=failed, skipped=skipped, verdict=verdict))
     except OutputError as error:  # the disk is full by now: what was found counts all the same
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = status or COULD_NOT_RUN
@@ -232,7 +239,6 @@ def _loaded(model: nn.Module, path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attached(model: nn.Module, method: Method, targets: str | None) -> Iterator[None]:
-    chosen: Any = [name.strip() for name in targets.split(",")] if targets else _all_of(model, method)
     adapters = adapters_of(model)
     if adapters is not None:
         raise ConfigurationError(
@@ -240,6 +246,7 @@ def _attached(model: nn.Module, method: Method, targets: str | None) -> Iterator
             hint="leave --method out to check the adapters that it has",
             code="adapters-there",
         )
+    chosen: Any = [name.strip() for name in targets.split(",")] if targets else _all_of(model, method)
     adapters = attach(model, method, targets=chosen, generator=torch.Generator().manual_seed(0))
     try:
         yield
@@ -257,6 +264,14 @@ def _all_of(model: nn.Module, method: Method) -> Callable[[str, nn.Module], bool
         layer = describe(module) if module is not head else None
         return layer is not None and layer.kind == kind and next(module.children(), None) is None and method.check(layer) is None
 
+    if not any(wanted(path, module) for path, module in model.named_modules()):
+        layers = [layer for module in model.modules() if (layer := describe(module)) is not None and layer.kind == kind]
+        raise TargetError(
+            f"{method.name} fits no layer of this model.",
+            why=f"It has no {kind} layer." if not layers else f"Its {len(layers)} {kind} layers: {method.check(layers[0]) or 'not alone'}.",
+            hint="another method, or --rank or --targets",
+            code=_FITS_NONE,
+        )
     return wanted
 
 
@@ -341,14 +356,15 @@ def _told(error: BaseException) -> str:
 
 
 def _write_json(
-    file: str, target: Target, reports: list[Report], failed: list[tuple[str, str]], status: int, output: IO[str] | None
+    file: str, target: Target, reports: list[Report], others: dict[str, list[tuple[str, str]]], status: int, output: IO[str] | None
 ) -> None:
     record = {
         "target": target.name,
         "status": status,
         "torch": torch.__version__,
         "reports": [report.record() for report in reports],
-        "failed": [{"name": name, "error": error} for name, error in failed],
+        "failed": [{"name": name, "error": error} for name, error in others["failed"]],
+        "skipped": [{"name": name, "reason": reason} for name, reason in others["skipped"]],
     }
     text = json.dumps(plain(record), indent=2)
     if file == "-":

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
 
 
