@@ -1,11 +1,12 @@
 """Batches of many sizes on two graphs: one for the first size, which it knows, and one for every other size.
 
 Left to itself, dynamo takes one dimension after the other for a varying one as it meets them changed: a new length is a graph, and then the
-last, smaller batch of an epoch is a third one.
+last, smaller batch of an epoch is a third one. The first block, whose input needs no gradient, has a graph of its own for each of them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from onegraph.compiling.compile import Compiled, compile, compiled_of
 from onegraph.compiling.regions import dynamic_shapes
 
 _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+_HIDDEN = "hidden_states"
 
 
 class TwoSizes:
@@ -25,12 +27,14 @@ class TwoSizes:
 
     Args:
         compiled: What was compiled, by blocks.
+        chosen: Told of every choice: True for the graph for every size.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, chosen: Callable[[bool], None] | None) -> None:
         self._compiled = compiled
+        self._chosen = chosen
         self._first: dict[bool, _Sizes] = {}
-        self._one: dict[nn.Module, Any] = {region.module: region.module._compiled_call_impl for region in compiled.regions}
+        self._one = _calls(compiled)
         self._any: dict[nn.Module, Any] = {}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -38,31 +42,33 @@ class TwoSizes:
         if compiled_of(model) is not self._compiled:
             return  # restored, or compiled anew
         sizes = _sizes(args, kwargs)
-        if self._first.setdefault(torch.is_grad_enabled(), sizes) == sizes:
-            self._run(self._one)
-            return
-        if not self._any:
+        every = self._first.setdefault(torch.is_grad_enabled(), sizes) != sizes
+        if every and not self._any:
             with set_aside(model):
-                compile(
-                    model,
-                    replace(self._compiled.settings, dynamic=True),
-                    gradient_checkpointing=self._compiled.gradient_checkpointing,
-                    protect=bool(self._compiled.protections),
+                self._any = _calls(
+                    compile(
+                        model,
+                        replace(self._compiled.settings, dynamic=True),
+                        gradient_checkpointing=self._compiled.gradient_checkpointing,
+                        protect=bool(self._compiled.protections),
+                    )
                 )
-                self._any = {module: module._compiled_call_impl for module in self._one}
-        self._run(self._any)
-
-    def _run(self, calls: dict[nn.Module, Any]) -> None:
-        for module, call in calls.items():
+        for module, call in (self._any if every else self._one).items():
             module._compiled_call_impl = call
+        if self._chosen is not None:
+            self._chosen(every)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         """A copied or unpickled model is not compiled, and there is nothing to choose."""
         return (_no_choice, ())
 
 
-def compile_for_two_sizes(model: nn.Module) -> bool:
+def compile_for_two_sizes(model: nn.Module, chosen: Callable[[bool], None] | None = None) -> bool:
     """Keep batches of many sizes on two graphs, for a model that ``compile`` has compiled by blocks without saying anything of sizes.
+
+    Args:
+        model: The model.
+        chosen: Called before every forward, with True where the graph for every size runs.
 
     Returns:
         Whether it could be done: not for a model compiled whole, nor where sizes were settled.
@@ -74,8 +80,28 @@ def compile_for_two_sizes(model: nn.Module) -> bool:
         return False
     present = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, TwoSizes)]
     if not any(hook._compiled is compiled for hook in present):
-        model.register_forward_pre_hook(TwoSizes(compiled), with_kwargs=True)
+        model.register_forward_pre_hook(TwoSizes(compiled, chosen), with_kwargs=True)
     return True
+
+
+def _calls(compiled: Compiled) -> dict[nn.Module, Any]:
+    return {region.module: functools.partial(_alike, region.module._compiled_call_impl) for region in compiled.regions}
+
+
+def _alike(call: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a block with an input that requires a gradient in training and none in inference, whichever block it is."""
+    if args:
+        return call(_settled(args[0]), *args[1:], **kwargs)
+    if _HIDDEN in kwargs:
+        kwargs[_HIDDEN] = _settled(kwargs[_HIDDEN])
+    return call(**kwargs)
+
+
+def _settled(hidden: Any) -> Any:
+    wanted = torch.is_grad_enabled()
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.requires_grad == wanted:
+        return hidden
+    return hidden.detach().requires_grad_(wanted)
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Sizes:

@@ -8,20 +8,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onegraph.compiling import CompileSettings, check_toolchain, compile, compiled_of, resolve_settings
 from onegraph.compiling.sizes import compile_for_two_sizes
+from onegraph.hf.masks import masks_always
 
 logger = logging.getLogger(__name__)
 
 
-def compile_as_asked(model: nn.Module, plugin: Any) -> None:
+def compile_as_asked(model: nn.Module, given: nn.Module, plugin: Any) -> None:
     """Compile a model as Trainer's accelerator was told to, once; or make what was compiled by hand ready for Trainer.
 
     Args:
-        model: The model inside all wrappers, in place.
+        model: The model that the adapters are on, in place.
+        given: What Trainer was given: the same, or what holds it.
         plugin: accelerate's ``TorchDynamoPlugin``: TrainingArguments, else ``accelerate config`` and its environment.
 
     Raises:
@@ -34,8 +35,8 @@ def compile_as_asked(model: nn.Module, plugin: Any) -> None:
         settings = settings_of(plugin)
         check_toolchain(settings)
         logger.info("%s", compile(model, settings))
-    if compile_for_two_sizes(model):
-        _let_inputs_require_gradients(model)
+    compiled = given if compiled_of(given) is not None else model
+    compile_for_two_sizes(compiled, masks_always(model))
 
 
 def settings_of(plugin: Any) -> CompileSettings:
@@ -63,28 +64,3 @@ def compiled_only_once(plugin: Any) -> Iterator[None]:
         yield
     finally:
         plugin.backend = before
-
-
-def needs_no_input_hook(model: nn.Module) -> bool:
-    """Whether blocks are compiled and their first input is seen to by ``_let_inputs_require_gradients``."""
-    compiled = compiled_of(model)
-    return compiled is not None and compiled.settings.active and hasattr(model, _MARK)
-
-
-_MARK = "_onegraph_inputs"
-
-
-def _let_inputs_require_gradients(model: nn.Module) -> None:
-    """Let the first block's input require a gradient in training as every other block's does: they then share a graph."""
-    getter = getattr(model, "get_input_embeddings", None)
-    try:
-        embeddings = getter() if callable(getter) else None
-    except NotImplementedError:
-        return
-    if isinstance(embeddings, nn.Module) and _MARK not in vars(model):
-        vars(model)[_MARK] = embeddings.register_forward_hook(_require_gradient)
-
-
-def _require_gradient(module: nn.Module, args: Any, output: Any) -> None:
-    if isinstance(output, Tensor) and torch.is_grad_enabled() and output.is_floating_point() and not output.requires_grad:
-        output.requires_grad_()

@@ -16,7 +16,7 @@ from torch import nn
 from onegraph.adapters import Adapted, Adapters, adapters_of
 from onegraph.compiling import Watch, eager
 from onegraph.errors import CompileError, ConfigurationError
-from onegraph.hf.compilation import compile_as_asked, compiled_only_once, needs_no_input_hook
+from onegraph.hf.compilation import compile_as_asked, compiled_only_once
 from onegraph.hf.folders import can_be_written, read_folders, write_exact, write_folders
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def take_over(trainer: Any) -> None:
     can_be_written(adapters)
     kind: Any = type(trainer)
     trainer.__class__ = _with_adapters(kind)
-    compile_as_asked(adapters.model, trainer.accelerator.state.dynamo_plugin)
+    compile_as_asked(adapters.model, trainer.model, trainer.accelerator.state.dynamo_plugin)
 
 
 @functools.cache
@@ -149,15 +149,10 @@ class AdapterTrainer(_Trainer):
         model: nn.Module = super().call_model_init(trial)
         adapters = adapters_of(model)
         if adapters is not None:
-            compile_as_asked(adapters.model, self.accelerator.state.dynamo_plugin)
+            compile_as_asked(adapters.model, model, self.accelerator.state.dynamo_plugin)
         return model
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        base: Any = self._adapters.model
-        kwargs_of_checkpointing = getattr(self.args, "activation_checkpointing_kwargs", None) or {}
-        if needs_no_input_hook(base) and not kwargs_of_checkpointing.get("use_reentrant", False):
-            # This hook also acts in evaluation, where it makes the first block another graph.
-            base.disable_input_require_grads()
         with compiled_only_once(self.accelerator.state.dynamo_plugin):
             return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
