@@ -80,12 +80,8 @@ def nested(keys: Iterable[str], paths: Collection[str]) -> str:
 def _size(file: AdapterFile, paths: list[str]) -> str:
     """Number of layers and width, as far as an adapter shows them."""
     numbers = [int(found.group(1)) for path in paths if (found := _NUMBER.search(path))]
-    widths = {
-        weights["down"].shape[-1]
-        for layers in file.parts.values()
-        for path, weights in layers.items()
-        if _READS_HIDDEN.search(path) and isinstance(weights.get("down"), torch.Tensor)
-    }
+    downs = [weights.get("down") for layers in file.parts.values() for path, weights in layers.items() if _READS_HIDDEN.search(path)]
+    widths = {down.shape[-1] for down in downs if isinstance(down, torch.Tensor)}
     words = [f"at least {max(numbers) + 1} layers"] if numbers else []
     words += [f"{widths.pop()} wide"] if len(widths) == 1 else []
     return f" ({', '.join(words)})" if words else ""

@@ -42,5 +42,5 @@ def precompile_when_built() -> None:
                 return ""  # no header: nothing will be built
         return str(plain_header(header, hashable_cmd_line, **options))
 
-    codecache.CppCodeCache.load_async = classmethod(load_async)
-    codecache._precompile_header = precompile_header
+    vars(codecache)["_precompile_header"] = precompile_header
+    codecache.CppCodeCache.load_async = classmethod(load_async)  # type: ignore[method-assign, assignment]
