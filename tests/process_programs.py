@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,11 +224,51 @@ def different_adapters() -> list[str]:
     return [code_of(lambda: og.replicate(model)), code_of(lambda: og.shard(model))]
 
 
-def diffusion(flags: list[str]) -> tuple[int, str, str]:
-    """The command that trains; its exit status, what it printed, its errors."""
+def diffusion(flags: list[str], stop_after: int = 0) -> tuple[int, str, str]:
+    """The command that trains Stable Diffusion; its exit status, what it printed, its errors."""
     from onegraph.train_network import main
 
+    return _told(lambda: main(flags), stop_after)
+
+
+def language(flags: list[str], stop_after: int = 0) -> tuple[int, str, str]:
+    """The command that trains language models, likewise."""
+    from onegraph.cli.train import train_text
+
+    return _told(lambda: train_text(flags), stop_after)
+
+
+def _told(command: Callable[[], int], stop_after: int) -> tuple[int, str, str]:
+    """Status, output and errors; the second process is sent a signal after so many steps."""
+    from onegraph.training.loop import AnyLoop
+
+    report = AnyLoop._report
+
+    def stop(loop: Any, *args: Any) -> None:
+        report(loop, *args)
+        if loop.training.position.step == stop_after and loop.training.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    AnyLoop._report = stop  # type: ignore[method-assign]
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        status = main(flags)
+        status = command()
     return status, output.getvalue(), errors.getvalue()
+
+
+def broken(flags: list[str], where: str) -> tuple[int, str, str]:
+    """A run in which something goes wrong in the second process alone: the model can't be read, or a loss is NaN."""
+    from onegraph.errors import ModelFileError
+    from onegraph.training.diffusion import preparation
+    from onegraph.training.diffusion.recipe import Recipe
+
+    if os.environ["RANK"] == "1" and where == "model":
+
+        def load(*args: Any, **options: Any) -> Any:
+            raise ModelFileError("this machine hasn't got the model", code="model-not-found")
+
+        preparation.load_base_model = load
+    elif os.environ["RANK"] == "1":
+        loss = Recipe.loss
+        Recipe.loss = lambda *args, **options: loss(*args, **options) * float("nan")  # type: ignore[method-assign]
+    return diffusion(flags)

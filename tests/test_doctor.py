@@ -278,6 +278,8 @@ def test_the_default_file_is_the_one_that_accelerate_reads(monkeypatch: pytest.M
 @pytest.mark.usefixtures("asked_here")
 def test_several_processes_and_an_unknown_field(tmp_path: Path) -> None:
     path = config(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    assert "several-processes" not in codes(examine(quick=True, config_file=path).findings)
+    path = config(tmp_path, "distributed_type: FSDP\nnum_processes: 2\n")
     assert "several-processes" in codes(examine(quick=True, config_file=path).findings)
     path = config(tmp_path, "distributed_type: 'NO'\nno_such_field: 3\n")
     report = examine(quick=True, config_file=path)

@@ -70,6 +70,7 @@ def test_without_either_each_process_trains_for_itself(alone: dict[str, Any], fo
 
 @pytest.mark.parametrize("way", ["ddp", "shard", "fsdp"])
 def test_accelerate(way: str, folder: Path) -> None:
+    (folder / "alone").mkdir(exist_ok=True)
     (alone,) = run_in(1, accelerated, way, str(folder / "alone"))
     first, second = run_in(2, accelerated, way, str(folder))
     assert first["wrapper"] == {"ddp": "DistributedDataParallel", "shard": "FSDPLlamaForCausalLM", "fsdp": "FSDPLlamaForCausalLM"}[way]

@@ -213,7 +213,7 @@ _REFUSES: Mapping[tuple[str, str, str], str] = {
     ("run", "a run goes on from a state, which knows where it was", "use --resume"): """
         initial_epoch:int initial_step:int skip_until_initial_step:switch
     """,
-    ("run", "training in several processes is not supported yet", _PLAIN): """
+    ("run", "gradients are averaged in one message, without DDP", _PLAIN): """
         ddp_timeout:int ddp_gradient_as_bucket_view:switch ddp_static_graph:switch
     """,
     ("run", "sharded training by DeepSpeed is not supported", _PLAIN): """

@@ -275,13 +275,13 @@ def settings_findings(file: ConfigFile, fields: Mapping[str, Any], found: list[W
                 what=f"{file.path}: dynamo_config has a field {key} that nothing reads" + (f"; did you mean {near[0]}?" if near else ""),
                 do=(f"sed -i 's/{key}:/{near[0]}:/' {path}" if near and near[0] not in section_names else f"sed -i '/{key}:/d' {path}",),
             )
-    processes = fields.get("num_processes")
-    if isinstance(processes, int) and processes > 1 and str(fields.get("distributed_type", "NO")) != "NO":
+    kind = str(fields.get("distributed_type", "NO"))
+    if kind in {"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"}:
         yield Finding(
             code="several-processes",
             severity=BREAKS,
-            what=f"{file.path} starts {processes} processes ({fields['distributed_type']}), and onegraph.train_network runs in one",
-            do=("accelerate launch --num_processes=1 --num_machines=1 -m onegraph.train_network",),
+            what=f"{file.path} cuts the model in pieces ({kind}), and the commands that train have the whole of it in every process",
+            do=("accelerate launch --multi_gpu -m onegraph.train_network",),
         )
     idle = [name for name, told in (file.fields or {}).items() if not told["effect"] and told["value"] not in (None, False, "", {})]
     idle = [name for name in idle if not name.startswith("dynamo_config.") or torch_here]
