@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +22,42 @@ _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 _HIDDEN = "hidden_states"
 
 
+class Masks(Protocol):
+    """What decides whether blocks get a mask: with one they are another graph than without."""
+
+    def padded(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a batch needs a mask."""
+        ...
+
+    def choose(self, always: bool) -> None:
+        """From now on blocks get a mask always, or only where a batch needs one."""
+        ...
+
+
 class TwoSizes:
     """A hook in front of a model's forward: the blocks run on the graph for the size at hand. Training and inference have their own.
 
     Args:
         compiled: What was compiled, by blocks.
-        chosen: Told of every choice: True for the graph for every size.
+        masks: What gives the blocks of this model their masks; None where there is no choice.
     """
 
-    def __init__(self, compiled: Compiled, chosen: Callable[[bool], None] | None) -> None:
+    def __init__(self, compiled: Compiled, masks: Masks | None) -> None:
         self._compiled = compiled
-        self._chosen = chosen
-        self._first: dict[bool, _Sizes] = {}
+        self._masks = masks
+        self._first: dict[bool, tuple[_Sizes, bool]] = {}
         self._one = _calls(compiled)
         self._any: dict[nn.Module, Any] = {}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: choose."""
-        if compiled_of(model) is not self._compiled:
-            return  # restored, or compiled anew
-        sizes = _sizes(args, kwargs)
-        every = self._first.setdefault(torch.is_grad_enabled(), sizes) != sizes
+        if compiled_of(model) is not self._compiled:  # restored, or compiled anew
+            if self._masks is not None:
+                self._masks.choose(False)
+            return
+        sizes, padded = _sizes(args, kwargs), self._masks is not None and self._masks.padded(kwargs)
+        first, masked = self._first.setdefault(torch.is_grad_enabled(), (sizes, padded))
+        every = first != sizes or (padded and not masked)
         if every and not self._any:
             with set_aside(model):
                 self._any = _calls(
@@ -55,20 +70,20 @@ class TwoSizes:
                 )
         for module, call in (self._any if every else self._one).items():
             module._compiled_call_impl = call
-        if self._chosen is not None:
-            self._chosen(every)
+        if self._masks is not None:
+            self._masks.choose(every or masked)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         """A copied or unpickled model is not compiled, and there is nothing to choose."""
         return (_no_choice, ())
 
 
-def compile_for_two_sizes(model: nn.Module, chosen: Callable[[bool], None] | None = None) -> bool:
+def compile_for_two_sizes(model: nn.Module, masks: Masks | None = None) -> bool:
     """Keep batches of many sizes on two graphs, for a model that ``compile`` has compiled by blocks without saying anything of sizes.
 
     Args:
         model: The model.
-        chosen: Called before every forward, with True where the graph for every size runs.
+        masks: What gives its blocks their masks.
 
     Returns:
         Whether it could be done: not for a model compiled whole, nor where sizes were settled.
@@ -80,7 +95,7 @@ def compile_for_two_sizes(model: nn.Module, chosen: Callable[[bool], None] | Non
         return False
     present = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, TwoSizes)]
     if not any(hook._compiled is compiled for hook in present):
-        model.register_forward_pre_hook(TwoSizes(compiled, chosen), with_kwargs=True)
+        model.register_forward_pre_hook(TwoSizes(compiled, masks), with_kwargs=True)
     return True
 
 

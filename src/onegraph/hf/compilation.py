@@ -12,7 +12,7 @@ from torch import nn
 
 from onegraph.compiling import CompileSettings, check_toolchain, compile, compiled_of, resolve_settings
 from onegraph.compiling.sizes import compile_for_two_sizes
-from onegraph.hf.masks import masks_always
+from onegraph.hf.masks import masks_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def compile_as_asked(model: nn.Module, given: nn.Module, plugin: Any) -> None:
         check_toolchain(settings)
         logger.info("%s", compile(model, settings))
     compiled = given if compiled_of(given) is not None else model
-    compile_for_two_sizes(compiled, masks_always(model))
+    compile_for_two_sizes(compiled, masks_of(model))
 
 
 def settings_of(plugin: Any) -> CompileSettings:
