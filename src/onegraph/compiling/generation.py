@@ -72,7 +72,7 @@ def _call(call: Callable[..., Any], index: int | None, any_length: bool, /, *arg
     place, cache = _cache_among(args, kwargs)
     if cache is None:
         return call(*args, **kwargs)
-    if any_length:
+    if any_length and not torch.is_grad_enabled():  # in training batches of one size are the rule
         _any_length((*args, *kwargs.values()))
     if index is None:
         return call(*args, **kwargs)
