@@ -131,6 +131,7 @@ COULD_NOT_RUN = {
     "a model that exits": ["odd_models:build_that_leaves"],
     "a function that needs arguments": ["odd_models:build_of"],
     "a loss that is no function": ["odd_models:build_with_a_number_as_loss"],
+    "a device that isn't there": ["odd_models:build", "--device", "no-such-device"],
     "no method": ["odd_models:build", "--method", ","],
     "a page in a folder that isn't there": ["odd_models:build", "--html", "no-such-folder/page.html"],
     "a script below a file": ["odd_models:build", "--script", __file__],
@@ -170,6 +171,15 @@ def test_a_reader_that_went_away_changes_no_status(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sys, "stdout", Closed())
     assert main(["check", "planted:build", "--backend", "planted:drops_a_scale", "--quick", "--script", ""]) == 1
+
+
+def test_a_fault_of_our_own_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: Any, **__: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command, "page", broken)
+    assert main(["check", "odd_models:build", *QUICK, "--html", str(tmp_path / "page.html")]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_all_methods_are_those_that_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -230,6 +240,13 @@ def test_a_configuration_that_is_none_is_said(tmp_path: Path, text: str) -> None
     with pytest.raises(ModelFileError) as caught:
         from_folder(tmp_path, part=None, dtype=None, rows=2, length=8, size=8)
     assert caught.value.code in {"model-config", "not-supported"}
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelFileError) as caught:
+        from_folder(tmp_path, part=None, dtype=None, rows=2, length=8, size=8)
+    assert f"--adapter {tmp_path}" in caught.value.hint
 
 
 def test_weights_of_one_variant_alone_are_found(tmp_path: Path) -> None:

@@ -152,9 +152,12 @@ def from_folder(folder: Path, *, part: str | None, dtype: torch.dtype | None, ro
         where = folder / chosen
     path = where / "config.json"
     if not path.is_file():
+        adapter = (folder / "adapter_config.json").is_file()
         raise ModelFileError(
-            f"{folder} is no model: it has neither config.json nor model_index.json",
-            hint="a folder that save_pretrained of diffusers or transformers wrote, a single file, or module:function",
+            f"{folder} is {'an adapter, and ' if adapter else ''}no model: it has neither config.json nor model_index.json",
+            hint=f"the model it was made for, and --adapter {folder}"
+            if adapter
+            else "a folder that save_pretrained of diffusers or transformers wrote, a single file, or module:function",
             code="not-a-model",
         )
     config = _config(path)

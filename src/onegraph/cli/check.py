@@ -53,6 +53,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _TOLD_LINES = 8
+_SCRIPTS = "onegraph-check"
 _FITS_NONE = "unsupported-layer"
 # A part of another method, never alone.
 _METHODS = {name: kind for name, kind in METHODS.items() if name != "with_bias"}
@@ -77,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_at_least(0), default=20, help="steps of the training run, 2 or more, 0 for none; default 20")
     parser.add_argument("--quick", action="store_true", help="outputs, loss and gradients only")
     parser.add_argument("--situations", metavar="NAMES", help="only these, by comma")
-    parser.add_argument(
-        "--script", metavar="FOLDER", default="onegraph-check", help="for a program that shows a fault; default onegraph-check"
-    )
+    parser.add_argument("--script", metavar="FOLDER", help=f"for a program that shows a fault; default {_SCRIPTS}")
     parser.add_argument("--strict", action="store_true", help="graph breaks and recompiles count as wrong")
     parser.add_argument("--json", metavar="FILE", help="the figures; - for standard output")
     parser.add_argument("--html", metavar="FILE", help="one page with plots")
@@ -112,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, output: IO[str] | None = None) -> int:
     jobs = _jobs(arguments)
     _find_places(arguments)
+    if arguments.device is not None:
+        _require_device(arguments.device)
     settings = _settings(arguments)
     try:
         target = _target(arguments)
@@ -166,9 +167,10 @@ def _find_places(arguments: argparse.Namespace) -> None:
 
 def _script(arguments: argparse.Namespace, name: str, *, alone: bool) -> Path | None:
     """A folder for each of several jobs: one must not write over another's."""
-    if not arguments.script:
+    if arguments.script == "":
         return None
-    return Path(arguments.script) if alone else Path(arguments.script) / re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    folder = Path(arguments.script or _SCRIPTS)
+    return folder if alone else folder / re.sub(r"[^\w.-]+", "-", name).strip("-.")
 
 
 def _status(reports: list[Report], failed: list[tuple[str, str]], *, strict: bool) -> int:
@@ -289,6 +291,17 @@ def _settings(arguments: argparse.Namespace) -> CompileSettings:
     settings = CompileSettings(backend=backend, options=options, regions=arguments.regions, fullgraph=False)
     check_toolchain(settings)
     return settings
+
+
+def _require_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"--device {name} can't be used: {str(error).partition(chr(10))[0]}",
+            hint="onegraph doctor says which devices torch sees; without --device the model stays where it is",
+            code="device-unusable",
+        ) from error
 
 
 def _target(arguments: argparse.Namespace) -> Target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 import onegraph
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader has seen enough: "onegraph explain --list | head"
         sys.stderr.close()
         return 0
+    except Exception:
+        # a verb's other statuses are verdicts: a fault of ours must not look like one
+        traceback.print_exc()
+        print("error: a fault of onegraph itself, shown above", file=sys.stderr, flush=True)
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
