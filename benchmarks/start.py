@@ -11,6 +11,7 @@ starts: with one thread that is the time on an idle machine, and a busy one chan
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import resource
@@ -113,16 +114,16 @@ def turn(name: str) -> dict[str, dict[str, Any]]:
 
 
 def report(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
-    import torch
-
+    versions = f"torch {importlib.metadata.version('torch')}, transformers {importlib.metadata.version('transformers')}"
     lines = [
         "# Seconds to the first training step",
         "",
-        f"`OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/start.py`, torch {torch.__version__}, inductor by blocks, one CPU thread.",
+        f"`OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/start.py`, {versions}, inductor by blocks, one CPU thread.",
         f"Llama shape with SmolLM2-135M's layers: hidden {HIDDEN}, feed-forward {FEED_FORWARD}, {HEADS} heads, {KEY_VALUE_HEADS} of them",
         f"with keys and values, batch {BATCH} x {LENGTH}, fp32, rank {RANK} on all seven linear layers; vocabulary {VOCABULARY}.",
         "Each start is a process of its own; cold: an empty cache folder, warm: a second process on that folder. Seconds are processor",
-        "seconds, of the process and of the compilers that it starts, medians: the time on an idle machine, since there is one thread.",
+        "seconds, of the process and of the compilers that it starts: the time on an idle machine, since there is one thread.",
+        f"Figures are medians of {turns} turns." if (turns := min(map(len, results.values()))) > 1 else "Figures are of one turn.",
         "",
         "- imports: torch, transformers, onegraph; model: made at random, adapters attached",
         "- first step: forward and backward with all compiling; a later step: one without",

@@ -302,6 +302,16 @@ def test_prune_removes_what_is_of_no_use_and_clear_what_is_inductors(folder: Pat
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
+def test_what_a_killed_unpacking_left_is_removed(folder: Path) -> None:
+    for name, age in (("onegraph-unpack-old", 7200), ("onegraph-unpack-new", 0)):
+        (folder / name / "fxgraph").mkdir(parents=True)
+        (folder / name / "fxgraph" / "x").write_bytes(b"1234")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    assert (prune(dry_run=True).files, prune(dry_run=True).bytes) == (1, 4)
+    assert prune().files == 1
+    assert sorted(path.name for path in folder.glob("onegraph-unpack-*")) == ["onegraph-unpack-new"]
+
+
 def test_show_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / LAST_RUN).write_text(json.dumps({"ended": time.time() - 7200, "hits": 3, "misses": 1, "torch": VERSION}))
     assert main(["cache", "show"]) == 0

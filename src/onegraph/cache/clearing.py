@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onegraph.cache.entries import Entry, entries
+from onegraph.cache.entries import STAGING, Entry, entries
 from onegraph.doctor.cache_folder import location, written_by
 
 _DAY = 86400.0
+# An unpacking that was killed leaves its folder; one that runs is not that old.
+_UNPACKED_WITHIN = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,4 +84,17 @@ def _remove(folder: str | os.PathLike[str] | None, wanted: Callable[[Entry], boo
                 for parent in entry.path.relative_to(cache).parents:
                     if parent != Path():
                         (cache / parent).rmdir()
+    for left in _left_behind(cache):
+        sizes = [path.stat().st_size for path in left.rglob("*") if path.is_file()]
+        files += len(sizes)
+        bytes_ += sum(sizes)
+        if not dry_run:
+            shutil.rmtree(left, ignore_errors=True)
     return Cleared(folder=str(cache), files=files, bytes=bytes_, failed=failed, done=not dry_run)
+
+
+def _left_behind(cache: Path) -> list[Path]:
+    """Folders of unpackings that were killed."""
+    before = time.time() - _UNPACKED_WITHIN
+    found = cache.glob(f"{STAGING}*") if cache.is_dir() else ()
+    return [path for path in found if path.is_dir() and not path.is_symlink() and path.stat().st_mtime < before]

@@ -17,6 +17,8 @@ _GRAPHS = ("fxgraph", "aotautograd")
 _OTHERS = ("triton", "cache", "onegraph-ahead")
 # Of use to one process, or to one machine, only.
 _PASSING = ("locks",)
+# How the folder begins in which an unpacking puts its files first.
+STAGING = "onegraph-unpack-"
 LIBRARIES = (".so", ".dylib", ".pyd")
 
 

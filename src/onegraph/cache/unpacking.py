@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onegraph.cache.entries import belongs
+from onegraph.cache.entries import STAGING, belongs
 from onegraph.cache.kind import Difference, MachineKind, differences, machine_kind
 from onegraph.cache.packing import FILES, FORMAT, MANIFEST
 from onegraph.checkpoint.atomic import make_folder
@@ -73,7 +73,7 @@ def unpack(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | Non
             make_folder(cache)
             _check_space(cache, manifest["bytes"])
             try:
-                with tempfile.TemporaryDirectory(prefix="onegraph-unpack-", dir=cache) as staging:
+                with tempfile.TemporaryDirectory(prefix=STAGING, dir=cache) as staging:
                     for name, info in files.items():
                         target = Path(staging) / name
                         target.parent.mkdir(parents=True, exist_ok=True)
