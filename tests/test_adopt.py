@@ -246,6 +246,37 @@ def test_adapters_of_two_methods_on_the_same_layers() -> None:
         assert_same(run(adapters.model), alone)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("kind", ["vera", "vblora"])
+def test_adapters_of_other_layers_with_tensors_in_common(kind: str, merged: bool) -> None:
+    def config(targets: list[str], rank: int) -> peft.PeftConfig:
+        if kind == "vera":
+            return peft.VeraConfig(target_modules=targets, r=rank)
+        return peft.VBLoRAConfig(target_modules=targets, r=rank, num_vectors=6, vector_length=4)
+
+    model = peft.get_peft_model(net(), config(["narrow", "wide"], 4), adapter_name="ink")
+    model.add_adapter("paper", config(["wide"], 4 if kind == "vera" else 2))  # PEFT has projections of one rank
+    generator = torch.Generator().manual_seed(1)
+    for name, value in model.named_parameters():
+        if "vera_lambda" in name or "vblora" in name:
+            value.data += torch.randn(value.shape, generator=generator) * 0.3
+    outputs = {}
+    for name in ("ink", "paper"):
+        model.set_adapter(name)
+        outputs[name] = run(model.eval())
+    assert (outputs["ink"] - outputs["paper"]).abs().max() > 1e-2
+    if merged:
+        model.merge_adapter(["paper"])
+        assert_same(run(model), outputs["paper"])
+    adapters = adopt(model)
+    assert adapters.merged == (["paper"] if merged else [])
+    assert_same(run(adapters.model), outputs["paper"])
+    if merged:
+        adapters.unmerge()
+    adapters.use("ink")
+    assert_same(run(adapters.model), outputs["ink"])
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +303,21 @@ def test_attention_with_the_projection_that_peft_adds_twice(merged: bool) -> Non
     assert list(adapters.layers) == ["attention", "attention.out_proj", "out"]
     assert adapters.merged == (["default"] if merged else [])
     assert_same(run(adapters.model, x), expected)
+
+
+def test_an_encoder_whose_fused_kernel_passes_peft_by(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).eval()
+    plain = run(encoder, x)
+    model = random(peft.get_peft_model(encoder, peft.LoraConfig(target_modules=["self_attn", "linear1"], r=2)))
+    assert_same(run(model, x), plain)
+    expected = run(model.train(), x)
+    assert (expected - plain).abs().max() > 0.1
+    model.eval()
+    adapters = adopt(model)
+    assert_same(run(adapters.model, x), expected)
+    assert "act in inference now" in caplog.text
 
 
 def test_ranks_padded_for_hotswapping() -> None:

@@ -64,9 +64,11 @@ def taken(name: str, config: Any, sites: list[Site], model: nn.Module) -> Taken:
     layers = {path: layer for path, (layer, _, _) in found.items()}
     flat = {f"{peft.SHARED_PREFIX}{own}": tensor for own, tensor in shared.items()}
     for path, (_, target, tensors) in found.items():
-        flat |= {peft.key_of(path, ending, target=target): tensor for ending, tensor in tensors.items()}
+        # Whole weights are compared with the model's own, on the CPU as those of a file.
+        moved = {ending: tensor.detach().cpu() if ending in form.whole else tensor for ending, tensor in tensors.items()}
+        flat |= {peft.key_of(path, ending, target=target): tensor for ending, tensor in moved.items()}
     for path, copy in copies.items():
-        flat |= {f"{peft.PREFIX}{path}.{leaf}": tensor for leaf, tensor in copy.state_dict().items()}
+        flat |= {f"{peft.PREFIX}{path}.{leaf}": tensor.cpu() for leaf, tensor in copy.state_dict().items()}
     values = _values(config)
     values |= {**_as_the_layers_are(form, name, found, values.get("init_r")), "modules_to_save": sorted(copies) or None}
     place = Path(f"adapter {name!r} of {type(model).__name__}")
@@ -101,6 +103,8 @@ def taken(name: str, config: Any, sites: list[Site], model: nn.Module) -> Taken:
 
 _Found = dict[str, tuple[nn.Module, str | None, dict[str, Tensor]]]
 _PROJECTIONS = frozenset({"vera_A", "vera_B"})
+_SHARED = frozenset[str]().union(*(form.shared for form in FORMS.values()))
+"""Tables that are the same one in every layer, with the adapters of all layers in them."""
 
 
 def _form(name: str, config: Any, sites: list[Site]) -> PeftForm:
@@ -118,7 +122,8 @@ def _form(name: str, config: Any, sites: list[Site]) -> PeftForm:
 
 def _adapters_in(layer: nn.Module) -> set[str]:
     """The adapters that a layer has anything of."""
-    tables = (getattr(layer, attribute, None) for attribute in getattr(layer, "adapter_layer_names", ()))
+    names = [attribute for attribute in getattr(layer, "adapter_layer_names", ()) if attribute not in _SHARED]
+    tables = (getattr(layer, attribute, None) for attribute in names)
     return {str(name) for table in tables if table is not None for name in table.keys()}  # noqa: SIM118 (nn.ParameterDict)
 
 

@@ -106,8 +106,19 @@ class _Done:
             if self.held.holder is not None:
                 Replacement().hang(self.held.holder, "model", Emptied())
                 setattr(self.held.holder, NOTES[0], NoConfigs())
+            self._say_what_now_acts(self.held.model)
             logger.info("%s: adopted %s", type(self.held.model).__name__, ", ".join(map(repr, self.adapters.names)))
         return self.adapters
+
+    def _say_what_now_acts(self, model: nn.Module) -> None:
+        """Beside PEFT's layers, the fused kernel of an encoder layer reads the base weights; beside ours it is switched off."""
+        fused = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
+        passed = [name for name in fused if any(path.startswith(f"{name}.") for path in self.adapters.layers)]
+        if passed:
+            logger.warning(
+                "adapters in nn.TransformerEncoderLayer (%s) act in inference now; PEFT's were passed by there, and acted only in training",
+                few(passed),
+            )
 
 
 def _adopted(x: object, trainable: bool | None, undo: ExitStack) -> _Done:
