@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
@@ -25,6 +26,7 @@ from onegraph.cli.main import main
 from onegraph.compiling import BreakPoint
 from onegraph.errors import ConfigurationError, ModelFileError, NumericsError, OutputError
 
+checking = importlib.import_module("onegraph.checking.check")  # the function of that name hides it
 QUICK = ["--backend", "eager", "--quick"]
 
 
@@ -96,6 +98,37 @@ def test_a_backend_that_fails_at_another_shape_is_wrong_there(tmp_path: Path) ->
     assert "five rows are too many" in str(report)
     assert not report.agrees
     assert report.culprit is None  # there is no wrong number to look for
+
+
+def test_a_model_that_writes_into_its_batch_gets_copies() -> None:
+    """Each call would see what the last one wrote."""
+    model = odd_models.Odd(lambda _, y: y)
+    model.layers.insert(0, odd_models.Doubles())
+    x = odd_models.X.clone()
+    report = og.check(model, x, backend="eager", thorough=["gradients of the inputs", "the first batch again"], steps=3)
+    assert report.right, str(report)
+    assert {variation.outcome for variation in report.variations} == {"right"}
+    assert torch.equal(x, odd_models.X)
+
+
+def test_a_fault_beside_modules_that_work_in_place_is_found() -> None:
+    """Alone, such a module gets an input that torch lets nobody write into."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.ReLU(inplace=True), planted.Halve())
+    report = og.check(net, odd_models.X, backend="planted:drops_a_scale", bisect=True)
+    assert report.culprit is not None
+    assert report.culprit.path == "4"
+
+
+def test_a_search_that_fails_takes_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("lost the way")
+
+    monkeypatch.setattr(checking, "find_culprit", fails)
+    net, x = planted.build()
+    report = og.check(net, x, backend="planted:drops_a_scale", bisect=True)
+    assert not report.agrees
+    assert "lost the way" in str(report)
 
 
 def test_where_nothing_was_compiled_nothing_is_right() -> None:

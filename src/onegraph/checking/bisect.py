@@ -53,7 +53,7 @@ class Culprit:
     shown: bool | None = None
 
     def __str__(self) -> str:
-        lines = ["backends    " + ", ".join(f"{name} {verdict}" for name, verdict in self.backends.items())]
+        lines = ["backends    " + (", ".join(f"{name} {verdict}" for name, verdict in self.backends.items()) or "not tried")]
         if self.path is not None:
             where = f"{self.path} ({self.class_name})" if self.path else f"the whole model ({self.class_name})"
             lines.append(f"smallest    {where}, in the situation: {self.situation}; {self.tried} modules tried by themselves")
@@ -105,8 +105,8 @@ class _Search:
         self.say(f"bisecting: {own.path} by itself ...")
         try:
             variation = run_alone(own, reached, self.settings, protect=self.protect)
-        except OnegraphError:
-            return False  # it can't be compared by itself
+        except Exception:
+            return False  # it can't be compared by itself: eager fails in other company, or the backend does
         if variation.outcome == "wrong":
             self.found = own, reached, variation
             return True

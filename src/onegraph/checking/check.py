@@ -213,7 +213,11 @@ def _located(
     settings = compiled.settings
     if situation.random and settings.backend == "inductor":
         settings = replace(settings, options={**settings.options, **_RANDOM})
-    culprit, found = find_culprit(subject, situation, settings, backend_name=backend_name, protect=protect, suspects=suspects, say=say)
+    try:
+        culprit, found = find_culprit(subject, situation, settings, backend_name=backend_name, protect=protect, suspects=suspects, say=say)
+    except Exception as error:  # what was found wrong stays wrong
+        said = f"the search for it failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Culprit(situation=situation.name, backend="", backends={}, note=said)
     if found is None or folder is None:
         return culprit
     own, there = found

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from onegraph.checking.random_state import same_random_state
 from onegraph.checking.situations import Situation, Variation, run
-from onegraph.checking.subject import Arguments, Subject, tensors_of, without_model_dropout
+from onegraph.checking.subject import Arguments, Subject, tensors_of, versions, without_model_dropout
 from onegraph.compiling import CompileSettings, compile, eager
 
 
@@ -24,19 +24,22 @@ class Captured:
     Args:
         arguments: What it was called with, copied; tensors require a gradient where they did there.
         gradients: Place among the output's tensors -> the gradient that came back to it.
+        writes: Whether the call wrote into its arguments, as ``ReLU(inplace=True)`` does.
     """
 
     arguments: Arguments
     gradients: dict[int, Tensor]
+    writes: bool = False
 
 
 def capture(subject: Subject, situation: Situation, modules: Mapping[str, nn.Module]) -> dict[str, Captured]:
     """The first call of each module in one eager training step; a module that isn't called is left out. In the order of the calls."""
     found: dict[str, Captured] = {}
+    before: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         for path, module in modules.items():
-            stack.callback(module.register_forward_hook(_note(found, path), with_kwargs=True).remove)
-            stack.callback(module.register_forward_pre_hook(_arrive(found, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(_note(found, path, before), with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(_arrive(found, path, before), with_kwargs=True).remove)
         stack.enter_context(_training(subject))
         stack.enter_context(same_random_state())
         stack.enter_context(eager())
@@ -49,9 +52,9 @@ def capture(subject: Subject, situation: Situation, modules: Mapping[str, nn.Mod
             loss = subject.loss(subject.call(batch))
         if loss.requires_grad:
             leaves = [tensor for tensor in [*subject.model.parameters(), *tensors_of(batch)] if tensor.requires_grad and tensor.is_leaf]
-            before = [leaf.grad for leaf in leaves]
+            gradients = [leaf.grad for leaf in leaves]
             loss.backward()  # type: ignore[no-untyped-call]
-            for leaf, gradient in zip(leaves, before, strict=True):
+            for leaf, gradient in zip(leaves, gradients, strict=True):
                 leaf.grad = gradient
     return found
 
@@ -61,7 +64,12 @@ def alone(
 ) -> tuple[Subject, Situation]:
     """The module as a subject of its own, with the situation as it reaches it."""
     own = replace(
-        subject, model=module, batch=plain.arguments, loss=_loss(there.gradients), path=f"{subject.path}.{path}" if subject.path else path
+        subject,
+        writes=there.writes or plain.writes,
+        model=module,
+        batch=plain.arguments,
+        loss=_loss(there.gradients),
+        path=f"{subject.path}.{path}" if subject.path else path,
     )
     wants = bool(own.trained()) or any(tensor.requires_grad for tensor in tensors_of(there.arguments))
     gradients = situation.gradients and bool(there.gradients) and wants
@@ -134,22 +142,24 @@ def _training(subject: Subject) -> Iterator[None]:
         subject.model.train(was_training)
 
 
-def _arrive(found: dict[str, Captured], path: str) -> Callable[..., None]:
+def _arrive(found: dict[str, Captured], path: str, before: dict[str, list[int]]) -> Callable[..., None]:
     def arrive(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if path not in found:
             positions, keywords = tree_map_only(Tensor, _copied, (args, kwargs))
             found[path] = Captured(arguments=(positions, keywords), gradients={})
+            before[path] = versions((args, kwargs))
 
     return arrive
 
 
-def _note(found: dict[str, Captured], path: str) -> Callable[..., None]:
+def _note(found: dict[str, Captured], path: str, before: dict[str, list[int]]) -> Callable[..., None]:
     done: list[bool] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if done:
             return
         done.append(True)
+        found[path].writes = versions((args, kwargs)) != before[path]
         for place, tensor in enumerate(_float_leaves(output)):
             if tensor.requires_grad:
 

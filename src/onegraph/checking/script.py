@@ -48,10 +48,12 @@ def run(call, arguments):
     leaves = []
 
     def fresh(tensor):
-        if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad):
+        if not isinstance(tensor, torch.Tensor):
             return tensor
+        if not tensor.requires_grad:
+            return tensor.clone() if saved["writes"] else tensor
         leaves.append(tensor.detach().clone().requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone() if saved["writes"] else leaves[-1]
 
     args, kwargs = torch.utils._pytree.tree_map(fresh, (args, kwargs))
     outputs = [leaf for leaf in torch.utils._pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -123,6 +125,7 @@ def write_script(
         "first": _loose(subject.batch),
         "then": _loose(then),
         "weights": after if changed else None,
+        "writes": subject.writes,
     }
     buffer = io.BytesIO()
     try:

@@ -45,6 +45,7 @@ class Subject:
         path: Its path in the model that is checked; "" for the model itself.
         adapters: The adapters of the model that is checked.
         draws: Whether it draws random numbers of its own, besides dropouts: only the same generator then gives the same result.
+        writes: Whether it writes into what it is called with; then each call gets copies.
     """
 
     model: nn.Module
@@ -55,9 +56,12 @@ class Subject:
     path: str = ""
     adapters: Adapters | None = None
     draws: bool = False
+    writes: bool = False
 
     def call(self, batch: Arguments, dtype: torch.dtype | None = None) -> Any:
         """The output; with a dtype everything floating in the batch has it, and autocast is off."""
+        if self.writes:
+            batch = copied(batch)
         if dtype is None:
             return self.model(*batch[0], **batch[1])
         args, kwargs = in_dtype(batch, dtype)
@@ -106,8 +110,10 @@ def subject_of(
     )
     adapters = [] if subject.adapters is None else [subject.adapters]
     with without_model_dropout(model), without_dropout(adapters), buffers_kept(model), gradients_kept(dict(model.named_parameters())):
-        if draws_random_numbers(subject):  # another precision would draw others
-            return replace(subject, draws=True, reference=precision)
+        draws, writes = draws_random_numbers(subject)
+        subject = replace(subject, draws=draws, writes=writes)
+        if draws:  # another precision would draw others
+            return replace(subject, reference=precision)
         return subject if reference is not None else replace(subject, reference=_best_reference(subject))
 
 
@@ -239,8 +245,28 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
         put_back()
 
 
-def draws_random_numbers(subject: Subject) -> bool:
+def copied(batch: Arguments) -> Arguments:
+    """Other memory with the same values, and no leaves; one tensor that stands in two places still does."""
+    made: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if 0 in tensor.stride() and tensor.numel():  # spread over memory that it shares with itself: torch lets nothing write into it
+            return tensor
+        return made.setdefault(id(tensor), tensor.clone())
+
+    args, kwargs = tree_map_only(Tensor, copy, batch)
+    return args, kwargs
+
+
+def versions(batch: Any) -> list[int]:
+    """How often each of its tensors was written into; the list differs when one was written into since."""
+    return [tensor._version for tensor in tensors_of(batch) if not tensor.is_inference()]
+
+
+def draws_random_numbers(subject: Subject) -> tuple[bool, bool]:
     """Whether the output depends on the random state, with every known dropout off, in training or in evaluation.
+
+    And whether the model writes into its batch; the batch itself is kept from it here.
 
     Raises:
         NumericsError: ``not-repeatable``.
@@ -248,21 +274,35 @@ def draws_random_numbers(subject: Subject) -> bool:
     was_training = subject.model.training
     modes = [(module, module.training) for module in subject.model.modules()]
     try:
-        return any(_draws(subject, training=training) for training in (True, False))
+        draws, writes = _draws(subject, training=True)
+        if draws:
+            return True, writes
+        later_draws, later_writes = _draws(subject, training=False)
+        return later_draws, writes or later_writes
     finally:
         subject.model.train(was_training)
         for module, mode in modes:
             module.training = mode
 
 
-def _draws(subject: Subject, *, training: bool) -> bool:
+def _draws(subject: Subject, *, training: bool) -> tuple[bool, bool]:
     subject.model.train(training)
+    writes = False
+
+    def call() -> dict[str, Tensor]:
+        nonlocal writes
+        batch = copied(subject.batch)
+        before = versions(batch)
+        found = {name: tensor.clone() for name, tensor in named_outputs(subject.call(batch)).items()}
+        writes = writes or versions(batch) != before
+        return found
+
     with torch.no_grad(), eager(), same_random_state() as rewind, buffers_kept(subject.model) as put_back:
 
         def once() -> dict[str, Tensor]:
             put_back()
             rewind()
-            return {name: tensor.clone() for name, tensor in named_outputs(subject.call(subject.batch)).items()}
+            return call()
 
         first = once()
         if training and (off := max(_differences(first, once()), default=0.0)) > _REPEATED:
@@ -278,8 +318,8 @@ def _draws(subject: Subject, *, training: bool) -> bool:
         torch.manual_seed(torch.initial_seed() ^ 1)
         random.seed(1)
         numpy.random.seed(1)
-        other = named_outputs(subject.call(subject.batch))
-    return any(off > 0 for off in _differences(first, other))
+        other = call()
+    return any(off > 0 for off in _differences(first, other)), writes
 
 
 def _differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[float]:
