@@ -9,7 +9,9 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +322,37 @@ def test_a_folder_given_as_the_file_is_not_to_be_removed(tmp_path: Path) -> None
     file, fields = settings_report.read_file(str(tmp_path))
     (found,) = settings_report.settings_findings(file, fields, [], torch_here=True)
     assert found.do == ("accelerate config --config_file FILE.yaml",)
+
+
+def test_an_interruption_ends_the_trials_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    class Interrupted(ThreadPoolExecutor):
+        def map(self, function: Any, *lots: Any, **_: Any) -> Any:
+            for lot in zip(*lots, strict=True):
+                self.submit(function, *lot)
+            while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+                time.sleep(0.02)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(backends_tried, "ThreadPoolExecutor", Interrupted)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        backends_tried.tried({"eager": {}, "aot_eager": {}}, module="sleeper")
+    assert time.monotonic() - begun < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_a_time_limit_is_a_time(seconds: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["doctor", "--timeout_seconds", seconds])
+    assert caught.value.code == 2
 
 
 # Compiler

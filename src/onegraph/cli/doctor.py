@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 
 from onegraph.doctor import examine, show
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the verb."""
     parser.add_argument("--json", action="store_true", help="everything that was found, as one JSON object")
     parser.add_argument("--quick", action="store_true", help="don't try the backends")
-    parser.add_argument("--timeout_seconds", type=float, default=120.0, metavar="S", help="the longest that one backend may take (120)")
+    parser.add_argument("--timeout_seconds", type=_seconds, default=120.0, metavar="S", help="the longest that one backend may take (120)")
     own = parser.add_argument_group("what a run would be started with")
     own.add_argument("--config_file", metavar="FILE", help="as accelerate launch takes it")
     own.add_argument("--dynamo_backend", metavar="NAME", help="these five as onegraph.train_network takes them")
@@ -59,6 +60,16 @@ def _progress(line: str) -> None:
     """One line on a terminal that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}\r", end="", file=sys.stderr, flush=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
 
 
 def _truth(text: str) -> bool:

@@ -85,12 +85,18 @@ def tried(
         # a folder of its own: nothing is found in it, so the compiler is really used
         environment = child_environment(TORCHINDUCTOR_CACHE_DIR=cache)
 
+        trials = _Trials()
+
         def work(names: list[str]) -> None:
-            for answer in _answers([sys.executable, "-m", module, device], names, environment, seconds, starting_seconds):
+            for answer in _answers([sys.executable, "-m", module, device], names, environment, seconds, starting_seconds, trials):
                 answers[str(answer["name"])] = answer
                 say(str(answer["name"]))
 
-        list(pool.map(work, filter(None, lots)))
+        try:
+            list(pool.map(work, filter(None, lots)))
+        except BaseException:  # Ctrl-C reaches this process alone: the pool would wait for the others
+            trials.end()
+            raise
     return [_judged(name, table[name], answers[name]) for name in table]
 
 
@@ -99,16 +105,46 @@ def not_tried(table: Mapping[str, Mapping[str, Any]], why: str) -> list[BackendR
     return [BackendReport(name=name, standing=NOT_TRIED, said=why) for name in table]
 
 
+class _Trials:
+    """The processes that are running, so that another thread can end them all."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[str]] = set()
+        self.over = False
+        self._lock = threading.Lock()
+
+    def start(self, command: list[str], environment: dict[str, str], errors: IO[str]) -> subprocess.Popen[str] | None:
+        """A process of a session of its own; None when all is over."""
+        with self._lock:
+            if self.over:
+                return None
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+            self.running.add(process)
+            return process
+
+    def end(self) -> None:
+        """Ends them, and lets none start."""
+        with self._lock:
+            self.over = True
+            for process in self.running:
+                _end(process)
+
+
 def _answers(
-    command: list[str], names: Iterable[str], environment: dict[str, str], seconds: float, starting_seconds: float
+    command: list[str],
+    names: Iterable[str],
+    environment: dict[str, str],
+    seconds: float,
+    starting_seconds: float,
+    trials: _Trials,
 ) -> Iterator[dict[str, Any]]:
     """One answer a name, as they come. A process that dies or hangs at a name is ended, and a new one goes on behind it."""
     left = list(names)
     while left:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            process = subprocess.Popen(
-                [*command, *left], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-            )
+            process = trials.start([*command, *left], environment, errors)
+            if process is None:
+                return
             lines: queue.Queue[str | None] = queue.Queue()
             reader = threading.Thread(target=_pump, args=(process, lines), daemon=True)
             reader.start()
@@ -131,6 +167,7 @@ def _answers(
                         limit = seconds
             finally:
                 _end(process)
+                trials.running.discard(process)
                 reader.join(timeout=5)
 
 

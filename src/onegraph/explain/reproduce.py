@@ -85,6 +85,10 @@ def run(program: Program, *, warm: bool = False) -> Ran:
             os.killpg(process.pid, signal.SIGKILL)
             output, errors = process.communicate()
             status = None
+        except BaseException:  # Ctrl-C doesn't reach a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
         return Ran(status=status, output=_portable(output, folder), errors=_portable(errors, folder), seconds=time.monotonic() - begun)
 
 
