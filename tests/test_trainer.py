@@ -314,6 +314,21 @@ def test_compiled_losses_are_those_of_eager(options: dict[str, Any], adapted: Ad
     assert both[0][0] != both[0][2]
 
 
+def test_a_model_made_by_model_init_is_compiled_each_time(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+    trainer = Trainer(
+        model_init=lambda: attached(llama(num_hidden_layers=1)),
+        args=arguments(tmp_path, **options),
+        train_dataset=rows(4),
+        data_collator=padded,
+    )
+    first = trainer.model
+    with Watch() as watch:
+        trainer.train()
+    assert trainer.model is not first
+    assert watch.graphs == 1, watch.compilations
+
+
 # Other families
 
 
