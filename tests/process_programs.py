@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -142,16 +142,17 @@ def plain_loop(way: str, order: str, folder: str) -> dict[str, Any]:
 
 
 def accelerated(way: str, folder: str) -> dict[str, Any]:
-    """A loop with accelerate: DDP; FSDP2 of a model that is sharded already; FSDP2 that shards everything."""
-    plugin = None
-    if way != "ddp" and "RANK" in os.environ:
-        plugin = FullyShardedDataParallelPlugin(
+    """A loop with accelerate: DDP; a model sharded by onegraph; accelerate's FSDP2, which shards the adapters too."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if way == "fsdp" and accelerator.num_processes > 1:
+        # accelerate switches FSDP on beside GPUs only; what it does then needs none
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
         )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     plain, adapters = adapted(seed=1)
     og.compile(plain, backend="aot_eager")
     if way == "shard" and accelerator.num_processes > 1:
@@ -160,7 +161,10 @@ def accelerated(way: str, folder: str) -> dict[str, Any]:
     loader = DataLoader(TensorDataset(torch.cat([rows(number) for number in range(2 * NUM_STEPS)])), batch_size=count)
     optimizer = torch.optim.AdamW(adapters.parameters().values(), lr=RATE)
     watch = Watch().start()
-    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    if way == "shard":
+        model, (optimizer, loader) = plain, accelerator.prepare(optimizer, loader)
+    else:
+        model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
     for (batch,) in loader:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch))

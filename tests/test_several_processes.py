@@ -122,7 +122,7 @@ def one_process() -> Any:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_what_is_refused_before_anything_changes() -> None:
+def test_what_is_refused_before_anything_changes(tmp_path: Path) -> None:
     assert refusal(lambda: og.shard(llama())).code == "nothing-adapted"
     model, adapters = adapted()
     compiled = og.compile(model, backend="eager", regions="whole")
@@ -133,7 +133,10 @@ def test_what_is_refused_before_anything_changes() -> None:
     assert refusal(lambda: og.shard(model)).code == "merged"
     adapters.unmerge()
     assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    adapters.add("norms", og.NormTuning(), targets=["input_layernorm"])
     og.shard(model)
     assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+    assert refusal(lambda: adapters.save(tmp_path / "peft", name="norms", format="peft")).code == "weights-sharded"
+    adapters.save(tmp_path / "norms.safetensors", name="norms")
     og.compile(model, backend="eager", regions="whole")
     assert refusal(lambda: model(input_ids=torch.zeros(1, 3, dtype=torch.long))).code == "compiled-whole"

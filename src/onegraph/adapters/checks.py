@@ -68,8 +68,8 @@ def sharded_error(path: str) -> AdapterError:
     return AdapterError(
         f"the adapter's Parameters on {path!r} were replaced: fully_shard, FSDP or the like has put its own there",
         why="An adapter that is cut in pieces can be trained, but not switched, read or written like this.",
-        hint="shard(model) of onegraph.distributed, before accelerator.prepare, keeps adapters whole; to save this one all the same, do it "
-        "inside onegraph.distributed.gathered(model), which every process enters",
+        hint="onegraph.shard(model), in place of accelerate's FSDP or fully_shard, keeps adapters whole; to save this one all the same, "
+        "do it inside onegraph.gathered(model), which every process enters",
         code="adapters-sharded",
     )
 

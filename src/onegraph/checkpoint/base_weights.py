@@ -161,7 +161,7 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
         given: Fields of a configuration; ``modules_to_save`` may name modules around those that are trained.
 
     Raises:
-        CheckpointError: ``adapter-unsupported`` for layers with a method that has no place beside the file's own.
+        CheckpointError: ``adapter-unsupported`` for layers with a method that has no place beside the file's own; ``weights-sharded``.
     """
     methods = {path: inner for path, method in found.methods.items() if isinstance(inner := without_bias(method), form.methods)}
     dense = {path for path, method in found.methods.items() if path not in methods and isinstance(method, Dense)}
@@ -173,6 +173,13 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
             why="The layers of this adapter have several methods, and PEFT has one type a folder.",
             hint="Save it with format='native'.",
             code="adapter-unsupported",
+        )
+    if (dense or biases or form.whole) and any(hasattr(parameter, "full_tensor") for parameter in adapters.model.parameters()):
+        raise CheckpointError(
+            f"A PEFT folder of the type {form.peft_type} holds weights of the base here, which are cut in pieces over several processes.",
+            why="One process that writes has only its part of them.",
+            hint="Save it with format='native', which holds the differences; load that into a whole model to write PEFT's format.",
+            code="weights-sharded",
         )
     state = _State(adapters, {path: _full(found, path) for path in {*dense, *biases, *(methods if form.whole else ())}})
     tensors: dict[str, Tensor] = {}

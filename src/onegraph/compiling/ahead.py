@@ -131,6 +131,7 @@ def compile_ahead(
     if not models:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # every process of a run on this machine compiles
     num_workers = min(cores, _MOST_WORKERS) if num_workers is None else num_workers
     if num_workers < 2:
         return 0

@@ -56,6 +56,6 @@ def _require_whole(region: nn.Module) -> None:
             raise CompileError(
                 f"{plain_class(region).__name__} is compiled as one graph, and {path} in it is sharded by itself",
                 why="FSDP2 puts the weights of a block together just before it runs, which can't be done in the middle of a graph.",
-                hint='onegraph.compile(model, regions="blocks"), and shard those blocks: onegraph.distributed.shard(model) does',
+                hint='onegraph.compile(model, regions="blocks"), and shard those blocks: onegraph.shard(model) does',
                 code="compiled-whole",
             )

@@ -22,8 +22,8 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> n
     Each block is put together when it runs and taken apart again. Adapters are small and stay whole in every process; the mean of their
     gradients is there when a backward pass ends, and their values are those of the first process from now on. So every call of
     ``Adapters`` works as before, a file is written by one process alone, and an optimizer made before stays right. Weights that are not
-    floating point (4 and 8 bits) stay whole too. Compile by blocks, before or after. ``accelerator.prepare(model, optimizer)`` with FSDP2
-    leaves a model that is sharded already as it is.
+    floating point (4 and 8 bits) stay whole too. Compile by blocks, before or after. With accelerate, prepare the optimizer and the data,
+    and leave the model out.
 
     Args:
         model: With adapters, on its device; the base weights are the same in every process.
@@ -42,7 +42,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> n
         raise ConfigurationError(
             "shard(model): a part of this model is sharded already",
             why="A weight can be cut in pieces once.",
-            hint="call shard(model) in place of fully_shard, before accelerator.prepare",
+            hint="call shard(model) in place of fully_shard or accelerate's FSDP",
             code="sharded-twice",
         )
     require_not_merged(adapters)
