@@ -291,8 +291,8 @@ class Attending(nn.Module):
 def test_attention_with_the_projection_that_peft_adds_twice(merged: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8)
-    model = peft.get_peft_model(Attending().eval(), peft.LoraConfig(target_modules=["attention", "out"], r=4))
-    random(model)
+    model = peft.get_peft_model(Attending().eval(), peft.LoraConfig(target_modules=["attention"], r=4, lora_dropout=0.5))
+    random(model).train()  # PEFT has a dropout there, and never calls it
     for module in model.modules():
         if hasattr(module, "set_scale"):
             module.set_scale("default", 0.5)
@@ -300,7 +300,7 @@ def test_attention_with_the_projection_that_peft_adds_twice(merged: bool) -> Non
         model.merge_adapter()
     expected = run(model, x)
     adapters = adopt(model)
-    assert list(adapters.layers) == ["attention", "attention.out_proj", "out"]
+    assert list(adapters.layers) == ["attention", "attention.out_proj"]
     assert adapters.merged == (["default"] if merged else [])
     assert_same(run(adapters.model, x), expected)
 
@@ -750,6 +750,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "disabled in part": (lambda: partly(lambda layer: layer.enable_adapters(False)), "at wide is disabled"),
     "active in part": (lambda: partly(lambda layer: layer.set_adapter("wash")), "active on some of their layers only"),
     "merged in part": (lambda: partly(lambda layer: layer.merge()), "'ink' is merged on some of their layers only, not on block.narrow"),
+    "a strength that is no number": (lambda: partly(lambda layer: layer.set_scale("wash", float("nan"))), "scale of 'wash' on wide is nan"),
     "merged beside another one": (merged_beside_another, "'ink' merged, and 'wash' active, as on table"),
     "merged into a shared weight": (merged_into_a_tied_head, "merged into the weight of lm_head, which another layer shares"),
     "an unsure convolution": (lambda: peft_model(CASES["oft-on-conv"]), "an OFT on the convolution conv with a kernel of 3x3"),
@@ -763,7 +764,7 @@ def test_a_state_that_is_none_here_is_refused_and_the_model_unchanged(name: str)
     before = Snapshot(model)
     with pytest.raises(AdapterError, match=message) as caught:
         adopt(model)
-    assert caught.value.code == "adopt-state"
+    assert caught.value.code == ("not-finite-value" if "number" in name else "adopt-state")
     before.assert_unchanged()
 
 

@@ -18,7 +18,7 @@ from onegraph.adoption.refusals import unsupported
 from onegraph.checkpoint.load import commonest, exact_overrides
 from onegraph.checkpoint.matching import Placement, fit
 from onegraph.checkpoint.origin import remember
-from onegraph.errors import CheckpointError
+from onegraph.errors import CheckpointError, TargetError
 from onegraph.layers import describe
 from onegraph.methods import BitFit, Method, MiSS, WithBias
 
@@ -81,8 +81,12 @@ def dtype_of(taken: Sequence[Taken]) -> torch.dtype:
     return dtype or torch.float32
 
 
-def put(taken: Taken, placement: Placement, model: nn.Module, dtype: torch.dtype) -> Adapters:
-    """Attach an adapter, or add it to those that are there."""
+def put(taken: Taken, placement: Placement, model: nn.Module, dtype: torch.dtype) -> None:
+    """Attach an adapter, or add it to those that are there.
+
+    Raises:
+        AdapterError: ``adopt-unsupported`` for a layer that can't take it; ``not-finite-value`` for such a strength.
+    """
     methods = placement.methods
     common = commonest(methods)
     overrides = exact_overrides(methods, common)
@@ -93,16 +97,18 @@ def put(taken: Taken, placement: Placement, model: nn.Module, dtype: torch.dtype
     # What they start from is overwritten: drawn from a generator of its own, so that nobody else's numbers change.
     generator = torch.Generator()
     adapters = adapters_of(model)
-    if adapters is None:
-        adapters = attach(model, common, targets=chosen, overrides=overrides, name=taken.name, dtype=dtype, generator=generator)
-    else:
-        adapters.add(taken.name, common, targets=chosen, overrides=overrides, generator=generator)
+    try:
+        if adapters is None:
+            adapters = attach(model, common, targets=chosen, overrides=overrides, name=taken.name, dtype=dtype, generator=generator)
+        else:
+            adapters.add(taken.name, common, targets=chosen, overrides=overrides, generator=generator)
+    except TargetError as error:
+        raise unsupported(error.what, why=error.why, hint="keep it in PEFT, or merge: peft_model.merge_and_unload()") from error
     adapters.load_tensors(taken.name, placement.tensors)
     strengths = {path: strength for path, strength in taken.strengths.items() if _differs(methods[path], adapters, path, strength)}
     if strengths:
         adapters.set_setting(taken.name, _SCALE, strengths)
     remember(adapters, taken.name, taken.file.config)
-    return adapters
 
 
 def _differs(method: Method, adapters: Adapters, path: str, strength: float) -> bool:

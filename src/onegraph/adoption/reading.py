@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.adoption.recognition import kind_of
+from onegraph.adoption.recognition import is_peft, kind_of
 from onegraph.adoption.refusals import few, unsupported
 from onegraph.adoption.sites import Site
 from onegraph.checkpoint.dialects import peft, peft_config
@@ -95,7 +95,7 @@ def taken(name: str, config: Any, sites: list[Site], model: nn.Module) -> Taken:
         ),
         str(checked.values.get("bias", "none")),
         {path: strength for path, (layer, target, _) in found.items() if (strength := _strength(layer, name, target)) is not None},
-        {path: _dropouts(layer, name) for path, layer in layers.items()},
+        {path: _dropouts(layer, name, target) for path, (layer, target, _) in found.items()},
         trained,
         layers,
     )
@@ -227,7 +227,10 @@ _DROPOUTS = {
 }
 
 
-def _dropouts(layer: nn.Module, name: str) -> dict[str, float]:
+def _dropouts(layer: nn.Module, name: str, target: str | None) -> dict[str, float]:
+    """Our setting -> probability. In an attention there are dropouts that PEFT never calls."""
+    if target is not None or is_peft(layer, "MultiheadAttention"):
+        return dict.fromkeys(_DROPOUTS.values(), 0.0)
     found = {}
     for theirs, ours in _DROPOUTS.items():
         table = getattr(layer, theirs, None)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 
 from torch import nn
 
-from onegraph.adapters import Adapters
+from onegraph.adapters import Adapters, adapters_of
 from onegraph.adapters.replacing import Replacement
 from onegraph.adoption.emptied import Emptied, NoConfigs
 from onegraph.adoption.placing import dtype_of, placement_of, put, set_trained
@@ -147,11 +147,10 @@ def _adopted(x: object, trainable: bool | None, undo: ExitStack) -> _Done:
     placements = [placement_of(each, held.model) for each in adapters_taken]
     check_sums(state, {each.name: placement.methods for each, placement in zip(adapters_taken, placements)})
     dtype = dtype_of(adapters_taken)
-    adapters: Adapters | None = None
+    undo.callback(_take_off, held.model)
     for each, placement in zip(adapters_taken, placements):
-        before, adapters = adapters, put(each, placement, held.model, dtype)
-        if before is None:
-            undo.callback(_take_off, adapters)
+        put(each, placement, held.model, dtype)
+    adapters = adapters_of(held.model)
     assert adapters is not None  # there are layers, and names on all of them
     _run(adapters, state)
     set_trained(adapters, trains, free)
@@ -207,13 +206,15 @@ def _run(adapters: Adapters, state: State) -> None:
         adapters.combine(name, dict.fromkeys(state.active, 1.0))
         adapters.use(name)
     if state.merged and not state.disabled:
-        adapters.merge(list(state.merged))
+        adapters.merge(list(state.merged), safe=False)  # whatever the numbers are, they are what is there
 
 
-def _take_off(adapters: Adapters) -> None:
-    if adapters.merged:
+def _take_off(model: nn.Module) -> None:
+    adapters = adapters_of(model)
+    if adapters is not None and adapters.merged:
         adapters.unmerge()
-    adapters.detach()
+    if adapters is not None:
+        adapters.detach()
 
 
 def _free_name(name: str, adapters: Adapters) -> str:
