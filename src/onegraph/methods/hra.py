@@ -22,10 +22,11 @@ _DEPENDENT = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class HRA(Method):
-    """W' = W (I - s U T U^T), the product of the reflections I - 2 u u^T from left to right at s = 1; T^-1 = triu(U^T U, 1) + I / 2.
+    """W' = W (I - s U T U^T), the product of the reflections I - 2 u u^T / (u^T u) from left to right at s = 1.
 
-    U holds the normalised columns of ``vectors``; a column of zeros reflects nothing. With ``gram_schmidt``, U is made orthonormal
-    first, and T = 2 I. y = W (x - s (x U) T^T U^T) + b; by convolutions with a kernel, y = W x - s (W U) (T U^T x) + b.
+    U is ``vectors``, and T^-1 = triu(U^T U, 1) + diag(U^T U) / 2: their lengths cancel out. A column of zeros reflects nothing. With
+    ``gram_schmidt``, U is made orthonormal first, and T = 2 I. y = W (x - s (x U) T^T U^T) + b; by convolutions with a kernel,
+    y = W x - s (W U) (T U^T x) + b.
 
     Shapes:
         x (..., I), ``vectors`` (I / groups * points of the kernel, R), y (..., O). U and T are computed in the dtype of ``vectors`` and
@@ -113,14 +114,17 @@ class HRA(Method):
         vectors = p["vectors"]
         with full_precision(vectors):
             scale = p["scale"].to(vectors.dtype)
-            directions = _unit(vectors.mT.contiguous())
+            directions = vectors.mT.contiguous()
             if self.gram_schmidt:
-                directions = _orthonormal(directions)
+                directions = _orthonormal(_unit(directions))
                 return directions, directions * (2 * scale)
-            identity = torch.eye(directions.shape[0], dtype=directions.dtype, device=directions.device)
-            inverse = (directions @ directions.mT).triu(1) + 0.5 * identity
-            mixing = torch.linalg.solve_triangular(inverse, identity * scale, upper=True)
-            return directions, (mixing.mT if transposed else mixing) @ directions
+            products = directions @ directions.mT
+            identity = torch.eye(products.shape[0], dtype=products.dtype, device=products.device)
+            above = torch.ones_like(identity).triu(1)
+            inverse = products * (above + 0.5 * identity) + identity * (products == 0)
+            if transposed:
+                return directions, torch.linalg.solve_triangular(inverse.mT, directions * scale, upper=False)
+            return directions, torch.linalg.solve_triangular(inverse, directions * scale, upper=True)
 
 
 def _unit(directions: Tensor, least: float = 0.0) -> Tensor:

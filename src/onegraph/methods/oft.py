@@ -172,14 +172,18 @@ class OFT(Method):
             return widened(change)
 
     def _series(self, generator: Tensor) -> Tensor:
-        """2 Q + 2 Q^2 + ... + Q^k."""
+        """2 Q + 2 Q^2 + ... + Q^k, two powers a step: S = Q^2, and each step is h <- 2 Q + 2 S + S h."""
         if self.num_terms == 2:
             return 2 * generator
-        power, total = generator, 2 * generator
         last = (self.num_terms if self.last_term_twice else max(self.num_terms, 4)) - 1
-        for exponent in range(2, last + 1):
-            power = power @ generator
-            total = total + (power if exponent == last and not self.last_term_twice else 2 * power)
+        square = generator @ generator
+        both = 2 * generator + 2 * square
+        if last % 2:
+            total, done = 2 * generator if self.last_term_twice else generator, 1
+        else:
+            total, done = both if self.last_term_twice else both - square, 2
+        for _ in range(done, last, 2):
+            total = torch.baddbmm(both, square, total)
         return total
 
 

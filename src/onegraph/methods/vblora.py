@@ -120,10 +120,19 @@ class VBLoRA(Method):
         return (weight + layer.compose(down, up * p["scale"])).to(weight.dtype)
 
     def factors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """D (R, I) and U (O, R), without the scale."""
-        down = self._mixtures(p["logits_down"], p["vector_bank"]).flatten(1)  # (R, I / V, V) -> (R, I)
-        up = self._mixtures(p["logits_up"], p["vector_bank"]).transpose(1, 2).flatten(0, 1)  # (O / V, R, V) -> (O, R)
-        return down, up
+        """D (R, I) and U (O, R), without the scale.
+
+        The mixtures of both are one product with the bank: nothing is gathered, so that no gradient of the bank is scattered.
+        """
+        down, up = p["logits_down"], p["logits_up"]
+        logits = torch.cat([down.flatten(0, 1), up.flatten(0, 1)])
+        largest, places = logits.topk(self.topk, dim=-1)
+        weights = torch.zeros_like(logits).scatter(-1, places, largest.softmax(-1))
+        mixtures = weights.to(p["vector_bank"].dtype) @ p["vector_bank"]
+        num_down = down.shape[0] * down.shape[1]
+        found_down = mixtures[:num_down].reshape(down.shape[0], -1)  # (R I / V, V) -> (R, I)
+        found_up = mixtures[num_down:].reshape(*up.shape[:2], -1).transpose(1, 2).flatten(0, 1)  # (O / V, R, V) -> (O, R)
+        return found_down, found_up
 
     def check(self, layer: Layer) -> str | None:
         """Input and output are whole numbers of vectors."""
@@ -141,7 +150,3 @@ class VBLoRA(Method):
     def with_rank(self, rank: int | None) -> Self:
         """The same: see ``rank_on``."""
         return self
-
-    def _mixtures(self, logits: Tensor, bank: Tensor) -> Tensor:
-        largest, places = logits.topk(self.topk, dim=-1)
-        return (largest.softmax(-1).unsqueeze(-1) * bank[places]).sum(-2)
