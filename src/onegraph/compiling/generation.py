@@ -106,9 +106,18 @@ def _any_length(values: Iterable[Any]) -> None:
     if positions == 1:  # one a step: that is a graph of its own, and has no such size
         return
     for tensor in tensors:
-        for axis in (2, 3) if tensor.dim() == 4 else (1,):  # a mask of a window has as many columns
-            if tensor.dim() > 1 and tensor.shape[axis] == positions:
-                torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        _mark(tensor, positions, _LENGTH_AXES.get(tensor.dim(), ()))
+        if tensor._base is not None:  # dynamo looks at what a view shows a part of, too: a mask may be one
+            _mark(tensor._base, positions, range(tensor._base.dim()))
+
+
+def _mark(tensor: Tensor, size: int, axes: Iterable[int]) -> None:
+    for axis in axes:
+        if tensor.shape[axis] == size:
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+
+
+_LENGTH_AXES = {2: (1,), 3: (1,), 4: (2, 3)}  # ids; hidden states; masks, where a window has as many columns as there are rows
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
