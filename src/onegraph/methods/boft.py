@@ -199,7 +199,8 @@ class BOFT(Method):
     def _fused(self, changes: Tensor, num_fused: int) -> Tensor:
         """B_{k-1} ... B_0 - I of the first stages, as blocks of b 2^(k - 1) columns."""
         if num_fused == 1:
-            return widened(changes[0])
+            # of a single stage all is taken: the gradient of a part is a copy into zeros
+            return widened(changes.flatten(0, 1) if changes.shape[0] == 1 else changes[0])
         with full_precision(changes):
             size = changes.shape[-1] * 2 ** (num_fused - 1)
             num_groups = changes.shape[1] * changes.shape[-1] // size

@@ -55,17 +55,17 @@ class DoRA(LowRank):
     def after(
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Down, drop, up beside the layer; g is folded into U, and W x gets g - 1 times itself, which keeps its digits in bfloat16."""
+        """Down, drop, up beside the layer; then the sum gets g - 1 times itself, which keeps its digits in bfloat16."""
         assert base is not None
         scale = dropped_scale(p, training=training)
         gain = self._gain(weight_norm(base["weight"], p), p, scale)
+        h = layer.project(dropped_input(x, p, training=training), p["down"])
+        h = dropped_ranks(h, p, layer, training=training)
+        y = layer.add_expanded(y, h, p["up"] * scale)
         product = y
         if (bias := base.get("bias")) is not None:
             product = y - layer.per_channel(bias).to(y.dtype)
-        y = torch.addcmul(y, product, layer.per_channel(gain - 1).to(y.dtype))
-        h = layer.project(dropped_input(x, p, training=training), p["down"])
-        h = dropped_ranks(h, p, layer, training=training)
-        return layer.add_expanded(y, h, p["up"] * _leading(gain * scale, p["up"]))
+        return torch.addcmul(y, product, layer.per_channel(gain - 1).to(y.dtype))
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, m (W + s U D) / ||W + s U D||."""
@@ -101,9 +101,9 @@ def weight_norm(weight: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     w, d, u = (tensor.detach().flatten(1).to(dtype) for tensor in (weight, p["down"], p["up"]))
     u = u * p["scale"].to(dtype)
     with torch.autocast(weight.device.type, enabled=False):  # it would take the products in half precision
-        across = 2 * (w @ d.t()) + u @ (d @ d.t())
+        across = torch.addmm(u @ (d @ d.t()), w, d.t(), alpha=2)
     # Rounding may leave a row that cancels out slightly below 0.
-    return (_row_norm(w).square() + (across * u).sum(1)).clamp(min=0).sqrt()
+    return (w.square().sum(1) + (across * u).sum(1)).clamp(min=0).sqrt()
 
 
 def _row_norm(weight: Tensor) -> Tensor:
