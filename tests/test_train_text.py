@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import onegraph
 from onegraph.cli import main as command
-from onegraph.cli.text_settings import FLAGS, label, read_configuration
+from onegraph.cli.text_settings import ALIASES, FLAGS, label, read_configuration
 from onegraph.errors import OnegraphError
-from onegraph.training.settings import branches
+from onegraph.training.settings import branches, field_of
 from onegraph.training.text import loop
 from onegraph.training.text.attaching import OFFERED
 from onegraph.training.text.configuration import TextConfiguration
@@ -265,6 +265,13 @@ def test_a_file_with_flags_over_it(tmp_path: Path) -> None:
     assert read_configuration(["--config", str(path), "--method", "oft"]).method.arguments == ()  # the fields were DoRA's
     path.write_text('method = "hra"\n')
     assert read_configuration(["--config", str(path)]).method.name == "hra"
+
+
+def test_accelerates_names_do_too() -> None:
+    found = read_configuration(["--dynamo_backend=no", "--mixed_precision", "bf16", "--dynamo_use_dynamic=no", "--max_train_steps", "5"])
+    assert (found.compile.backend, found.precision.mixed_precision, found.compile.dynamic) == ("no", "bf16", False)
+    assert found.run.max_train_steps == 5
+    assert [path for path in ALIASES.values() if not field_of(TextConfiguration, path)] == []
 
 
 @pytest.mark.parametrize(

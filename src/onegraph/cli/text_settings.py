@@ -7,7 +7,7 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,6 +53,22 @@ FLAGS: Mapping[str, str] = {
 }
 """Flag -> the setting that it sets; it wins over the file."""
 
+ALIASES: Mapping[str, str] = {
+    "dynamo-backend": "compile.backend",
+    "dynamo-mode": "compile.mode",
+    "dynamo-use-dynamic": "compile.dynamic",
+    "dynamo-use-fullgraph": "compile.fullgraph",
+    "compile-regions": "compile.regions",
+    "compile-check": "compile.check",
+    "mixed-precision": "precision.mixed_precision",
+    "gradient-accumulation-steps": "run.gradient_accumulation_steps",
+    "max-train-steps": "run.max_train_steps",
+    "max-train-epochs": "run.max_train_epochs",
+    "max-grad-norm": "run.max_grad_norm",
+}
+"""What accelerate and ``onegraph train diffusion`` call some of them, each with a value: hints that name those are right here too."""
+
+_TRUTHS = {"yes": "true", "no": "false"}
 _NAMES = {path: flag for flag, path in FLAGS.items()}
 _METHOD_FIELDS = {entry.name for entry in dataclasses.fields(MethodSettings)}
 
@@ -98,7 +114,7 @@ def read_configuration(arguments: Sequence[str]) -> TextConfiguration:
     Raises:
         ConfigurationError: ``unknown-flag``, ``bad-value``, ``config-file``, ``settings-file``; several at once where there are several.
     """
-    given, rest = parser().parse_known_args([_spelled(word) for word in arguments])
+    given, rest = parser().parse_known_args(list(_spelled(arguments)))
     problems: list[OnegraphError] = [_unknown(word) for word in rest if word.startswith("--")]
     problems += [
         ConfigurationError(f"{word!r} belongs to no flag", hint="write --flag VALUE", code="stray-value")
@@ -192,7 +208,7 @@ def _set(tree: dict[str, Any], item: str, problems: list[OnegraphError]) -> None
         problems.append(ConfigurationError(what, hint=f"did you mean {near[0]}?" if near else "--set data.long=drop", code="unknown-flag"))
         return
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {_TRUTHS.get(text, text) if _kind(path) is bool else text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     _put(tree, path, [value] if _is_many(path) and not isinstance(value, list) else value)
@@ -219,12 +235,18 @@ def _kind(path: str) -> type:
     return str if typing.get_origin(hint) is tuple else typing.cast(type, hint)
 
 
-def _spelled(word: str) -> str:
-    """--batch_size=8 as --batch-size=8."""
-    if not word.startswith("--"):
-        return word
-    name, separator, value = word.partition("=")
-    return name.replace("_", "-") + separator + value
+def _spelled(arguments: Sequence[str]) -> Iterator[str]:
+    """--batch_size=8 as --batch-size=8, and an alias as ``--set``."""
+    words = iter(arguments)
+    for word in words:
+        name, separator, value = word.partition("=")
+        name = name.replace("_", "-")
+        if not word.startswith("--"):
+            yield word
+        elif (path := ALIASES.get(name[2:])) is not None:
+            yield from ("--set", f"{path}={value if separator else next(words, '')}")
+        else:
+            yield name + separator + value
 
 
 def _unknown(word: str) -> OnegraphError:
