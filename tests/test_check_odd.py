@@ -60,6 +60,26 @@ def test_a_dropout_by_hand_is_seen_in_a_model_that_is_in_evaluation() -> None:
     assert not any(module.training for module in model.modules())
 
 
+def test_inside_autocast_gradients_are_there_and_a_fault_is_found() -> None:
+    """Torch keeps what it casts: weights that were cast without gradients would have none, compiled and eager alike."""
+    net, x = planted.build()
+    with torch.autocast("cpu", torch.bfloat16):
+        healthy = og.check(net, x, backend="planted:healthy", thorough=["gradients of the inputs", "weights changed in place"], steps=2)
+        faulty = og.check(net, x, backend="planted:zeroes_one_gradient")
+    assert healthy.right, str(healthy)
+    assert healthy.comparison.eager_total_error < 0.1
+    assert all(row.compiled_norm > 0 for row in healthy.comparison.rows)
+    assert [row.name for row in faulty.comparison.faults] == ["block.linear.weight"]
+
+
+def test_where_eager_itself_is_far_off_agreement_is_called_weak() -> None:
+    model = odd_models.Odd(lambda _, y: y if y.dtype == torch.float64 else y * 0.5)
+    report = og.check(model, odd_models.X, backend="eager")
+    assert report.comparison.right
+    assert "eager itself is off by" in report.notes[0]
+    assert not og.check(*odd_models.build(), backend="eager").notes
+
+
 def test_any_seed_will_do() -> None:
     torch.manual_seed(-1)
     assert og.check(*odd_models.build(), backend="eager").right

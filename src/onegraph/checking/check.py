@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onegraph.checking.bisect import Culprit, find_culprit
+from onegraph.checking.comparison import Comparison
 from onegraph.checking.report import Report
 from onegraph.checking.script import write_script
 from onegraph.checking.situations import Situation, Variation, run, skipped_in_eager
@@ -26,6 +27,8 @@ from onegraph.errors import CompileError, ConfigurationError, NumericsError, Out
 
 FIRST = "the batch itself"
 _RANDOM = {"fallback_random": True}
+# Of the norm of all gradients: where eager's own error is larger, agreement says little.
+_MUCH = 0.2
 
 
 def check(
@@ -141,7 +144,7 @@ def _measured(
         name=name,
         variations=tuple(variations),
         training=training,
-        notes=_notes(subject),
+        notes=_notes(subject, first.comparison),
     )
 
 
@@ -296,8 +299,11 @@ def _with_backend(settings: CompileSettings | None, overrides: dict[str, Any]) -
     return settings, named
 
 
-def _notes(subject: Subject) -> tuple[str, ...]:
+def _notes(subject: Subject, comparison: Comparison) -> tuple[str, ...]:
     notes = []
+    if comparison.eager_total_error > _MUCH:
+        off = f"eager itself is off by {comparison.eager_total_error:.0%} in this precision"
+        notes.append(f"{off}, so only large faults can be seen: check it in fp32 too")
     reference = str(subject.reference).removeprefix("torch.")
     if subject.draws:
         notes.append(f"the model draws random numbers of its own, so the reference is eager in {reference}, with the same numbers")

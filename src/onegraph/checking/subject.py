@@ -62,6 +62,8 @@ class Subject:
         """The output; with a dtype everything floating in the batch has it, and autocast is off."""
         if self.writes:
             batch = copied(batch)
+        # inside autocast torch keeps the cast weights: those of a call without gradients have none, and those of other weights are stale
+        torch.clear_autocast_cache()
         if dtype is None:
             return self.model(*batch[0], **batch[1])
         args, kwargs = in_dtype(batch, dtype)
