@@ -108,8 +108,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 # Folders
 
 
-@KINDS
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("adapted", "compiled"), [(attached, True), (through_peft, False)])
 def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(adapted: Adapt, compiled: bool, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "torch_compile": compiled, "torch_compile_backend": "eager" if compiled else None}
     whole = trainer_of(adapted(llama(), dropout=0.2), tmp_path, **options)
@@ -295,7 +294,6 @@ def test_without_the_two_sizes_there_are_more(tmp_path: Path, monkeypatch: pytes
         ({"label_smoothing_factor": 0.1}, through_peft),
         ({"gradient_checkpointing": True}, attached),
         ({"gradient_checkpointing": True, "bf16": True}, through_peft),
-        ({"bf16": True}, attached),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, attached),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else given.__name__,
@@ -447,6 +445,17 @@ def test_a_trainer_without_adapters_is_left_alone(tmp_path: Path) -> None:
     assert isinstance(mine, subclass)
     assert isinstance(mine, room.AdapterTrainer)
     assert type(mine).__name__ == "Mine"
+
+
+def test_adapters_that_come_after_the_trainer_are_found_before_it_trains(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(model, tmp_path, max_steps=1, **options)
+    attached(model)
+    trainer.train()
+    assert isinstance(trainer, room.AdapterTrainer)
+    assert trainer.model_wrapped is model
+    assert not (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
 def test_without_peft_the_model_inside_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

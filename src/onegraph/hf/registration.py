@@ -1,4 +1,4 @@
-"""How transformers' Trainer hears of adapters: its constructor is followed by one look at the model, nothing else of it is touched.
+"""How transformers' Trainer hears of adapters: one look at the model after its constructor, and one before it trains.
 
 A trainer whose model has adapters of ours becomes a trainer of its own class with ``AdapterTrainer`` in front; all others stay what they
 are. Nothing of transformers is imported for it.
@@ -77,7 +77,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _prepare_trainer(module: ModuleType) -> None:
-    from_here = module.Trainer.__init__
+    from_here, from_there = module.Trainer.__init__, module.Trainer.train
     if hasattr(from_here, _MARK):
         return
 
@@ -89,5 +89,12 @@ def _prepare_trainer(module: ModuleType) -> None:
             from_here(self, given, *args, **kwargs)
         take_over(self)
 
+    @functools.wraps(from_there)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from onegraph.hf.trainer import take_over
+
+        # A model that got its adapters after the trainer was made.
+        return self.train(*args, **kwargs) if take_over(self) else from_there(self, *args, **kwargs)
+
     setattr(construct, _MARK, True)
-    module.Trainer.__init__ = construct
+    module.Trainer.__init__, module.Trainer.train = construct, train

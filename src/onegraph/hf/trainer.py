@@ -76,8 +76,11 @@ def _saves_itself(model: Any) -> bool:
     return isinstance(model, PreTrainedModel) or bool(_is_peft_model(model))  # type: ignore[no-untyped-call]
 
 
-def take_over(trainer: Any) -> None:
+def take_over(trainer: Any) -> bool:
     """Put ``AdapterTrainer`` in front of the class of a trainer whose model has adapters, and settle what can't wait.
+
+    Returns:
+        Whether it was put there now.
 
     Raises:
         ConfigurationError: ``trainer-sharded``, ``trainer-data-parallel``, ``trainer-chunked-head``.
@@ -85,7 +88,7 @@ def take_over(trainer: Any) -> None:
     """
     adapters = adapters_of(trainer.model) if isinstance(trainer.model, nn.Module) else None
     if adapters is None or isinstance(trainer, AdapterTrainer):
-        return
+        return False
     _refuse(trainer, adapters)
     for layer in adapters.layers.values():
         if any(_loose(layer, name, parameter) for name, parameter in layer._parameters.items()):
@@ -94,6 +97,7 @@ def take_over(trainer: Any) -> None:
     kind: Any = type(trainer)
     trainer.__class__ = _with_adapters(kind)
     compile_as_asked(adapters.model, trainer.model, trainer.accelerator.state.dynamo_plugin)
+    return True
 
 
 @functools.cache
