@@ -174,6 +174,7 @@ def test_rows_are_as_alone_and_nothing_recompiles(make: Callable[[], nn.Module],
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_decoder_that_looks_at_an_encoder() -> None:
     """T5: the first block, which has the position bias, is a kind of its own; so is the encoder's."""
     it = subject(t5)
