@@ -79,10 +79,10 @@ def full_precision(tensor: Tensor) -> torch.autocast:
 def skew_symmetric(vectors: Tensor, size: int) -> Tensor:
     """From what is above the diagonal, row by row, (..., b(b-1)/2), the matrix (..., b, b) with its negative below."""
     rows, columns = torch.triu_indices(size, size, 1, device=vectors.device)
-    places = rows * size + columns
+    # Both halves in one copy: a matrix minus its transpose is code that takes a C++ compiler long, forward and backward.
+    places = torch.cat([rows * size + columns, columns * size + rows])
     flat = torch.zeros(*vectors.shape[:-1], size * size, dtype=vectors.dtype, device=vectors.device)
-    upper = flat.index_copy(-1, places, vectors).reshape(*vectors.shape[:-1], size, size)
-    return upper - upper.mT
+    return flat.index_copy(-1, places, torch.cat([vectors, -vectors], dim=-1)).reshape(*vectors.shape[:-1], size, size)
 
 
 def cayley_change(generator: Tensor) -> Tensor:
