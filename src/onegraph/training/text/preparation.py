@@ -93,7 +93,9 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     base.require_positions(batches.widths[-1], launch.label("data.max_length"))
     say(str(batches))
     held_out = None if ground.held_out is None else _batches(ground, ground.held_out, base, seed=None, widths=batches.widths)
-    writer = AdapterWriter(adapters=adapters, configuration=configuration, seed=ground.seed, base=base.path)
+    # as the model itself knows it, which is what readers of the adapter compare; training.json has the path that was given
+    name = str(getattr(base.model.config, "_name_or_path", "") or base.path)
+    writer = AdapterWriter(adapters=adapters, configuration=configuration, seed=ground.seed, base=name)
     if writer.peft_refusal:
         say(f"note: the adapter is saved in onegraph's format only. {writer.peft_refusal}")
     accumulation = configuration.run.gradient_accumulation_steps
