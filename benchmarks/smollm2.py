@@ -157,8 +157,9 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         seconds, cells = {}, [title]
         for kind in ("eager", "compiled"):
             seconds[kind] = statistics.median(step["seconds"] for step in found[kind])
-            memory = statistics.median(step["bytes"] for step in found[kind])
-            cells += [f"{seconds[kind]:.2f} s", f"{BATCH * LENGTH / seconds[kind]:.0f}", f"{memory / 2**20:.0f} MiB"]
+            sizes = [step["bytes"] for step in found[kind] if "bytes" in step]
+            memory = f"{statistics.median(sizes) / 2**20:.0f} MiB" if sizes else "not measured"
+            cells += [f"{seconds[kind]:.2f} s", f"{BATCH * LENGTH / seconds[kind]:.0f}", memory]
         cells += [f"{seconds['compiled'] / seconds['eager']:.2f}", f"{found['first']:.0f} s"]
         cells += [str(found[key]) for key in ("graphs", "breaks", "recompiles")]
         lines.append("| " + " | ".join(cells) + " |")
