@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from onegraph.adapters import attach as attach
     from onegraph.adoption import adopt as adopt
     from onegraph.checking import check as check
-    from onegraph.checkpoint import load as load
-    from onegraph.checkpoint import save as save
+    from onegraph.checkpoint.load import load as load
+    from onegraph.checkpoint.save import save as save
     from onegraph.compiling import compile as compile
     from onegraph.distributed import average_gradients as average_gradients
     from onegraph.distributed import gathered as gathered
