@@ -161,6 +161,8 @@ def report(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
             (f"warm / cold, {FEW} layers", REACH["warm"], f"warm {FEW}", f"cold {FEW}"),
             (f"warm / cold, {MANY} layers", REACH["warm"], f"warm {MANY}", f"cold {MANY}"),
         ):
+            if not all(above in each and below in each for each in turns):
+                continue  # a turn that was broken off
             cells = [name, title, str(reach)]
             for key in ("first_step", "start"):
                 ratios = [each[above][key] / each[below][key] for each in turns]
