@@ -275,6 +275,15 @@ def test_rows_end_where_they_began(adapters: Adapters) -> None:
     copy.deepcopy(adapters.model)(IDS)  # a copy runs without rows
 
 
+def test_who_listens_hears_of_rows(adapters: Adapters) -> None:
+    alone_now = [id(leaf) for leaf in adapters.running_leaves()]
+    heard: list[list[int]] = []
+    adapters.listeners.append(lambda: heard.append([id(leaf) for leaf in adapters.running_leaves()]))
+    with adapters.rows(["wide", "small"]):
+        assert len(heard) == 1
+        assert set(heard[0]) > set(alone_now)  # the memory that the rows read: where averaging over processes hangs itself on
+
+
 def test_disabled_inside_rows_is_the_base_model(adapters: Adapters) -> None:
     with adapters.rows(["wide", "small"]):
         outer = adapters.model(IDS[:2])

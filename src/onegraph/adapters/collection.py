@@ -62,8 +62,8 @@ class Adapters(AdapterValues):
                 slot = record.slots.get(structure, 0)
                 self.layers[path].activate(structure, slot if path in record.methods else 0, slot)
         self._active = name
-
         self._changed()
+
     def _assignment(self, record: Record) -> dict[str, Method]:
         """The structure that each layer runs with an adapter: its own, or as the identity one that the adapter has elsewhere."""
         return {
@@ -133,10 +133,10 @@ class Adapters(AdapterValues):
             if not layer.layer.takes_rows and any(slots for _, slots in assigned.values()):
                 raise no_rows_error(path)
             layer.assign_rows(assigned, batch)
+        self._changed()
 
     def scale(self, name: str, factor: float) -> None:
         """Let an adapter act with ``factor`` times the strength it was trained with; 1 puts it back.
-        self._changed()
 
         Raises:
             AdapterError: ``unknown-adapter``; ``not-finite-value``.

@@ -49,5 +49,8 @@ class Graphs:
             return "no adapter: the base model's own graphs"
         lines = [f"for each compiled region and kind of input at most {self.training} in training, {self.inference} in inference:"]
         lines += [f"  {', '.join(names)}" for names in self.assignments]
-        lines += ["and, with rows(), one more of each", "(a kind: the shape, and in training whether it needs a gradient: a first block's doesn't)"]
+        lines += [
+            "and, with rows(), one more of each",
+            "(a kind: the shape, and in training whether it needs a gradient: a first block's doesn't)",
+        ]
         return "\n".join(lines)
