@@ -105,14 +105,14 @@ class VeRA(Method):
     def after(
         self, x: Tensor, y: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool, base: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Project, gain, expand, gain.
+        """Project, gain, expand by the gained projection, added to y in the same operation.
 
-        The gains multiply activations and not the projections: so no product for a gradient of the frozen projections is taken.
+        A gain on the activations of the output side would be one more pass over them forward and one backward; on B (O, R) it costs the
+        gradient of B, a product, and nothing that is kept.
         """
         down, up = _own_part(p, layer)
         h = layer.project(dropped_input(x, p, training=training), down) * p["gain_down"].to(x.dtype)
-        change = layer.expand(h, up)
-        return torch.addcmul(y, change.to(y.dtype), layer.per_channel(p["gain_up"] * p["scale"]).to(y.dtype))
+        return layer.add_expanded(y, h, up * (p["gain_up"] * p["scale"]).unsqueeze(1))
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W + s diag(b_up) B diag(b_down) A."""
