@@ -132,6 +132,19 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     assert state() == before
 
 
+@pytest.mark.parametrize("format", ["native", "peft"])
+def test_a_file_has_the_trained_strength_and_a_combination_the_present_one(tmp_path: Path, format: str) -> None:
+    adapters = randomise(attach(net(), LoRA(rank=2, alpha=6.0), targets=["query", "value"]), "default")
+    whole = adapters.model(ids())
+    adapters.scale("default", 0.5)
+    half = adapters.model(ids())
+    adapters.combine("half", {"default": 1.0})
+    for name, expected in {"default": whole, "half": half}.items():
+        save(adapters, tmp_path / name, name=name, format=format)
+        torch.testing.assert_close(load(net(), tmp_path / name).model(ids()), expected)
+    assert not torch.allclose(whole, half, atol=1e-2)
+
+
 def test_the_old_file_stays_when_the_weights_are_not_finite(tmp_path: Path) -> None:
     adapters = attach(net(), LoRA(rank=2), targets=["query"])
     save(adapters, tmp_path / "a.safetensors")

@@ -126,3 +126,4 @@ def test_every_method_is_documented(root: Path) -> None:
     text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
     named = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
     assert named == {method.__name__ for method in METHODS.values()}
+    assert [name for name in named if getattr(onegraph, name, None) is None or name not in onegraph.__all__] == []

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from onegraph.methods import RankAllocator as RankAllocator
     from onegraph.methods import VBLoRA as VBLoRA
     from onegraph.methods import VeRA as VeRA
+    from onegraph.methods import WithBias as WithBias
     from onegraph.methods import orthogonality as orthogonality
     from onegraph.methods import rank_masks as rank_masks
 
@@ -62,6 +63,7 @@ _PUBLIC = {
     "RankAllocator": "onegraph.methods",
     "VBLoRA": "onegraph.methods",
     "VeRA": "onegraph.methods",
+    "WithBias": "onegraph.methods",
     "adapters_of": "onegraph.adapters",
     "adopt": "onegraph.adoption",
     "attach": "onegraph.adapters",
@@ -98,6 +100,7 @@ __all__ = [
     "RankAllocator",
     "VBLoRA",
     "VeRA",
+    "WithBias",
     "adapters_of",
     "adopt",
     "attach",
