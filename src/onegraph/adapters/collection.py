@@ -20,6 +20,7 @@ from onegraph.adapters.growth import grow
 from onegraph.adapters.merge import merge, merge_and_unload, unmerge
 from onegraph.adapters.records import Record
 from onegraph.adapters.select import Targets, select
+from onegraph.adapters.status import status
 from onegraph.adapters.values import AdapterValues
 from onegraph.errors import AdapterError, ConfigurationError
 from onegraph.methods import Method
@@ -42,6 +43,9 @@ class Adapters(AdapterValues):
     def graphs(self) -> Graphs:
         """How many graphs a compiled region can come to, whatever is switched: print it."""
         return Graphs.of({name: self._assignment(record) for name, record in self._records.items()})
+
+    def __str__(self) -> str:
+        return status(self._records, self.layers, active=self._active, merged=self._merged, rows=self._rows or ())
 
     # Which one runs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from onegraph.layers import Layer
@@ -64,13 +64,17 @@ class Plan:
             count = sum(member.num_parameters for member in members)
             rows.append((str(len(members)), shown, kind, method, rank, _shapes(members), f"{count:,}"))
         rows.append((str(len(self)), "total", "", "", "", "", f"{self.num_parameters:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        right = {0, 4, 6}
-        lines = [
-            "  ".join(cell.rjust(width) if column in right else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
-            for row in rows
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        return aligned(rows, right={0, 4, 6})
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> str:
+    """Rows of cells as lines of columns; those in ``right`` end together, the others begin together."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(cell.rjust(width) if column in right else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _folded(path: str) -> str:
