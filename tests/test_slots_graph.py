@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from onegraph.adapters import Adapters, attach
-from onegraph.methods import LoRA, VeRA
+from onegraph.methods import BOFT, HRA, OFT, DoRA, LoRA, Method, VeRA
 
 RANKS = {f"adapter-{rank}": rank for rank in (4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16)}
 TARGETS = ["embed", "query", "up", "conv"]
@@ -351,3 +351,24 @@ def test_adapters_on_narrower_layers_share_the_graph_of_projections_for_wider_on
     adapters = attach(alone, VeRA(rank=4), targets=["0", "2", "4"], name="wide")
     adapters.use("default")
     torch.testing.assert_close(alone(x), model(x))
+
+
+@pytest.mark.parametrize("method", [DoRA(rank=2), OFT(block_size=4), BOFT(block_size=4), HRA(rank=2)], ids=lambda method: method.name)
+def test_autocast_is_in_a_graph_only_where_it_is_on(method: Method) -> None:
+    """Torch keeps no traced graph with autocast in it: a warm start would trace and differentiate again."""
+    seen: list[bool] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.append("_enter_autocast" in graph.code)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(8, 8))
+    adapters = attach(model, method, targets=["0"])
+    for parameter in adapters.parameters().values():
+        nn.init.normal_(parameter)
+    run = torch.compile(model, backend=look, fullgraph=True)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(run(x), model(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(run(x), model(x))
+    assert seen == [False, True]

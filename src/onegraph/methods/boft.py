@@ -13,11 +13,11 @@ from onegraph.layers.base import Layer
 from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.dropouts import used_probabilities
 from onegraph.methods.fields import probability_problems, raise_all, whole_problems
+from onegraph.methods.precision import full_precision
 from onegraph.methods.rotations import (
     block_problems,
     block_product,
     cayley_change,
-    full_precision,
     split_problem,
     turned,
     turns_activations,

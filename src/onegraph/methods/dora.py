@@ -13,6 +13,7 @@ from onegraph.layers.base import Layer
 from onegraph.methods.base import ParameterSpec
 from onegraph.methods.dropouts import dropped_input, dropped_ranks, dropped_scale
 from onegraph.methods.low_rank import LowRank
+from onegraph.methods.precision import full_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ def weight_norm(weight: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     dtype = _precision(weight, p["down"].dtype)
     w, d, u = (tensor.detach().flatten(1).to(dtype) for tensor in (weight, p["down"], p["up"]))
     u = u * p["scale"].to(dtype)
-    with torch.autocast(weight.device.type, enabled=False):  # it would take the products in half precision
+    with full_precision(weight):  # it would take the products in half precision
         across = torch.addmm(u @ (d @ d.t()), w, d.t(), alpha=2)
     # Rounding may leave a row that cancels out slightly below 0.
     return (w.square().sum(1) + (across * u).sum(1)).clamp(min=0).sqrt()

@@ -14,7 +14,8 @@ from onegraph.layers.base import Layer
 from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.fields import raise_all, rank_problems
 from onegraph.methods.inits import kaiming
-from onegraph.methods.rotations import full_precision, turns_activations
+from onegraph.methods.precision import full_precision
+from onegraph.methods.rotations import turns_activations
 
 _DEPENDENT = 1e-5
 """The part of a unit vector outside the space of those before it below which it counts as inside: what rounding leaves over."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onegraph.errors import AdapterError, ConfigurationError
 from onegraph.methods.fields import is_whole, raise_all, whole_problems
+from onegraph.methods.precision import full_precision
 
 NamedTensors = Mapping[str, Mapping[str, Tensor]]
 """Path of a layer -> "down", "up" and "singular"."""
@@ -39,7 +40,7 @@ def orthogonality(parameters: NamedTensors, masks: Mapping[str, Tensor] | None =
         for factor in (tensors["down"].flatten(1), tensors["up"].t()):
             rows = factor.to(torch.promote_types(factor.dtype, torch.float32))
             mask = torch.ones(len(rows), device=rows.device) if masks is None or path not in masks else masks[path]
-            with torch.autocast(rows.device.type, enabled=False):  # a distance from 1 has no digits to spare
+            with full_precision(rows):  # a distance from 1 has no digits to spare
                 distances.append(torch.linalg.vector_norm(rows @ rows.t() - torch.diag(mask.to(rows.dtype))))
     return torch.stack([distance.to(distances[0].device) for distance in distances]).mean()
 

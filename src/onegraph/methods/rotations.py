@@ -71,11 +71,6 @@ def turns_activations(layer: Layer) -> bool:
     return layer.groups == 1 and all(size == 1 for size in layer.kernel_size)
 
 
-def full_precision(tensor: Tensor) -> torch.autocast:
-    """Autocast is off inside: small matrices that every row is multiplied with are computed in their own precision."""
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
 def skew_symmetric(vectors: Tensor, size: int) -> Tensor:
     """From what is above the diagonal, row by row, (..., b(b-1)/2), the matrix (..., b, b) with its negative below."""
     rows, columns = torch.triu_indices(size, size, 1, device=vectors.device)
