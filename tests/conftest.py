@@ -37,6 +37,9 @@ def clean_start() -> Iterator[None]:
     os.environ.update(environment)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    if "accelerate.state" in sys.modules:
+        # one for a process: the precision that the first trainer asked for would be that of all
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")
