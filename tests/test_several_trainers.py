@@ -104,7 +104,7 @@ def test_a_language_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_launcher_of_accelerate(ingredients: Ingredients, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     launch += [f"--main_process_port={free_port()}", "--mixed_precision=no", "--dynamo_backend=no", "-m", "onegraph.train_network"]
     done = subprocess.run(
         [*launch, *flags(ingredients, tmp_path, 1)], env=environment, capture_output=True, text=True, timeout=280, check=False
@@ -113,3 +113,14 @@ def test_the_launcher_of_accelerate(ingredients: Ingredients, tmp_path: Path) ->
     assert done.stdout.count("finished after 4 of 4 steps") == 1
     run_in(1, diffusion, flags(ingredients, tmp_path / "one", 2, "--dynamo_backend=no"))
     assert distance(tmp_path / "last.safetensors", tmp_path / "one" / "last.safetensors") < 1e-3
+
+
+def test_one_process_where_several_were_asked_for(ingredients: Ingredients, tmp_path: Path) -> None:
+    """Without MPI accelerate's launcher starts one process on a CPU, whatever it was told."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    command = [*launch, "--mixed_precision=no", "--dynamo_backend=no", "-m", "onegraph.train_network", *flags(ingredients, tmp_path, 1)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "[launcher-one-process]" in done.stderr
+    assert not (tmp_path / "last.safetensors").exists()

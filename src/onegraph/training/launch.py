@@ -105,11 +105,12 @@ def launched(
         backend: Of torch.compile, where neither the configuration nor accelerate says one.
 
     Raises:
-        ConfigurationError: All problems with the settings at once; ``several-processes``.
+        ConfigurationError: All problems with the settings at once; ``several-processes``, ``launcher-one-process``.
         CompileError: A backend that can't run, a missing compiler.
     """
     environment = os.environ if environment is None else environment
     _require_data_parallel(environment, program)
+    _require_all_that_were_asked_for(environment, program)
     mixed = configuration.precision.mixed_precision or environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() or "no"
     if mixed not in PRECISIONS:
         raise ConfigurationError(
@@ -174,4 +175,21 @@ def _require_data_parallel(environment: Mapping[str, str], program: str) -> None
             why="Here every process has the whole model, and what is trained, the adapters, is small: there is little to cut in pieces.",
             hint=f"accelerate launch --multi_gpu --num_processes=2 {program} ...",
             code="several-processes",
+        )
+
+
+def _require_all_that_were_asked_for(environment: Mapping[str, str], program: str) -> None:
+    """On a CPU accelerate's launcher starts several processes with MPI only; without, it starts one and says nothing.
+
+    It has set the place where the processes would meet, and nobody has numbered them.
+    """
+    numbered = any(name in environment for name in ("WORLD_SIZE", "RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"))
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and not numbered:
+        raise ConfigurationError(
+            "accelerate launch was told to start several processes, and has started one.",
+            why="For processes on a CPU it needs mpirun and --mpirun_hostfile; without, it starts a single one and says nothing. "
+            "That one would train with a part of the batch that was meant.",
+            hint=f"accelerate launch --multi_gpu --num_processes=2 {program} ... (it starts them on a machine without a GPU, too), "
+            f"torchrun --nproc_per_node=2 {program} ..., or --num_processes=1",
+            code="launcher-one-process",
         )
