@@ -297,6 +297,7 @@ def test_a_mistake_in_the_file(tmp_path: Path, text: str, words: str) -> None:
     ("arguments", "code", "words"),
     [
         (["--stpes", "3"], "unknown-flag", "did you mean --steps?"),
+        (["--rank", "8"], "unknown-flag", "--method-arguments rank=..."),
         (["--min_improvement", "3"], "unknown-flag", "--set evaluation.min_improvement=..."),
         (["--set", "run.sed=3"], "unknown-flag", "did you mean run.seed?"),
         (["--steps", "many"], "bad-value", "many"),

@@ -69,6 +69,8 @@ ALIASES: Mapping[str, str] = {
 """What accelerate and ``onegraph train diffusion`` call some of them, each with a value: hints that name those are right here too."""
 
 _TRUTHS = {"yes": "true", "no": "false"}
+# What people give as flags, of what methods have.
+FIELDS_OF_METHODS = {"rank", "alpha", "dropout", "input_dropout", "rslora", "block_size"}
 _NAMES = {path: flag for flag, path in FLAGS.items()}
 _METHOD_FIELDS = {entry.name for entry in dataclasses.fields(MethodSettings)}
 
@@ -254,6 +256,8 @@ def _unknown(word: str) -> OnegraphError:
     near = nearest(name, [*FLAGS, "config", "set"])
     settings = [path for path in _all_paths() if path.endswith("." + name.replace("-", "_"))]
     hint = f"did you mean --{near[0]}?" if near else f"--set {settings[0]}=..." if settings else "onegraph train text --help"
+    if name.removeprefix("lora_").replace("-", "_") in FIELDS_OF_METHODS:
+        hint = f"it is a field of the method: --method-arguments {name.removeprefix('lora_').replace('-', '_')}=..."
     return ConfigurationError(f"unknown flag --{name}", hint=hint, code="unknown-flag")
 
 
