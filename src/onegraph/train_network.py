@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onegraph.cli.running import BAD_INPUT, INTERRUPTED, STOPPED, cost_lines, failed, plain_warnings, quiet_libraries, say
+from onegraph.cli.running import Stage, cost_lines, plain_warnings, plan_text, quiet_libraries, say, status_of
 from onegraph.cli.sd_flags import flag_label, parse
-from onegraph.errors import MismatchError, NumericsError, OnegraphError
 from onegraph.training.output import lasting_output
 
 if TYPE_CHECKING:
@@ -28,63 +27,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the command's name; ``sys.argv`` when None.
     """
     with lasting_output():
-        return _train(arguments)
+        return status_of(lambda stage: _train(arguments, stage))
 
 
-def _train(arguments: Sequence[str] | None) -> int:
-    try:
-        configuration = parse(arguments)
-    except OnegraphError as error:
-        return failed(error, BAD_INPUT)
+def _train(arguments: Sequence[str] | None, stage: Stage) -> int:
+    configuration = parse(arguments)
     quiet_libraries()
-    training = False
-    try:
-        # the flags are read without torch: a mistake in them is reported at once
-        from onegraph.compiling.failures import explained
-        from onegraph.training.diffusion.groundwork import lay_groundwork
-        from onegraph.training.diffusion.loop import Loop
-        from onegraph.training.diffusion.preparation import prepare
-        from onegraph.training.diffusion.saving import NETWORK_ENDING
-        from onegraph.training.launch import launched
-        from onegraph.training.places import sole_writer
+    # the flags are read without torch: a mistake in them is reported at once
+    from onegraph.compiling.failures import explained
+    from onegraph.training.diffusion.groundwork import lay_groundwork
+    from onegraph.training.diffusion.loop import Loop
+    from onegraph.training.diffusion.preparation import prepare
+    from onegraph.training.diffusion.saving import NETWORK_ENDING
+    from onegraph.training.launch import launched
+    from onegraph.training.places import sole_writer
 
-        with plain_warnings(), launched(configuration, label=flag_label) as launch:
-            tell = launch.ranks.say(say)
-            ground = lay_groundwork(launch, tell)
-            folder = Path(configuration.saving.output_dir)
-            with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.name, ending=NETWORK_ENDING)):
-                prepared = prepare(ground, tell)
-                tell(str(prepared.warm_up))
-                tell(_plan_text(prepared))
-                training = True
-                with explained(launch.compile_settings.backend):
-                    outcome = Loop(prepared.training).run()
-                tell(_end_text(prepared, outcome))
-            return outcome.exit_status
-    except OnegraphError as error:
-        stopped = training or isinstance(error, MismatchError | NumericsError)
-        return failed(error, STOPPED if stopped else BAD_INPUT)
-    except KeyboardInterrupt:
-        print("stopped before the first step: nothing was written", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _plan_text(prepared: Prepared) -> str:
-    """What is about to be trained, in a few lines."""
-    training = prepared.training
-    run = training.configuration.run
-    accumulation = f", {run.gradient_accumulation_steps} batches a step" if run.gradient_accumulation_steps > 1 else ""
-    epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
-    batches = f"{epochs} of {len(training.batches)} batches of {training.batches.size_text}{accumulation}"
-    lines = [
-        "training",
-        f"  steps       {training.num_steps} ({batches})",
-        f"  precision   {training.configuration.precision.mixed_precision}, on {training.recipe.device}",
-        f"  seed        {training.seed}",
-    ]
-    if training.position.step:
-        lines.append(f"  resumed     after step {training.position.step}, epoch {training.position.epoch + 1}")
-    return "\n".join(lines)
+    with plain_warnings(), launched(configuration, label=flag_label) as launch:
+        tell = launch.ranks.say(say)
+        ground = lay_groundwork(launch, tell)
+        folder = Path(configuration.saving.output_dir)
+        with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.name, ending=NETWORK_ENDING)):
+            prepared = prepare(ground, tell)
+            tell(str(prepared.warm_up))
+            tell(plan_text(prepared.training, launch))
+            stage.training = True
+            with explained(launch.compile_settings.backend):
+                outcome = Loop(prepared.training).run()
+            tell(_end_text(prepared, outcome))
+        return outcome.exit_status
 
 
 def _end_text(prepared: Prepared, outcome: Outcome) -> str:

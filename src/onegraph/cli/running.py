@@ -7,15 +7,17 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from onegraph.cli.explain import offer
-from onegraph.errors import OnegraphError
+from onegraph.errors import MismatchError, NumericsError, OnegraphError
 
 if TYPE_CHECKING:
     import torch
 
+    from onegraph.training.launch import Launch
     from onegraph.training.loop import AnyOutcome, AnyTraining
     from onegraph.training.warm_up import WarmUp
 
@@ -42,6 +44,45 @@ def failed(error: OnegraphError, status: int) -> int:
         return status
     print(f"error: {error}\n{offer(error)}", file=sys.stderr, flush=True)
     return status
+
+
+@dataclass
+class Stage:
+    """How far a command has come.
+
+    Args:
+        training: Whether its first step may have been taken.
+    """
+
+    training: bool = False
+
+
+def status_of(work: Callable[[Stage], int]) -> int:
+    """Runs a command that trains; returns its exit status. What goes wrong is told on standard error."""
+    stage = Stage()
+    try:
+        return work(stage)
+    except OnegraphError as error:
+        stopped = stage.training or isinstance(error, MismatchError | NumericsError)
+        return failed(error, STOPPED if stopped else BAD_INPUT)
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+
+
+def plan_text(training: AnyTraining[Any], launch: Launch[Any]) -> str:
+    """What is about to be trained, in a few lines."""
+    accumulation = f", {training.accumulation} batches a step" if training.accumulation > 1 else ""
+    epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
+    lines = [
+        "training",
+        f"  steps       {training.num_steps} ({epochs} of {len(training.batches)} batches of {training.batches.size_text}{accumulation})",
+        f"  precision   {launch.mixed_precision}, on {launch.device}",
+        f"  seed        {training.seed}",
+    ]
+    if training.position.step:
+        lines.append(f"  resumed     after step {training.position.step}, epoch {training.position.epoch + 1}")
+    return "\n".join(lines)
 
 
 def cost_lines(training: AnyTraining[Any], outcome: AnyOutcome, warm_up: WarmUp, device: torch.device) -> list[str]:

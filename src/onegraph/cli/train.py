@@ -12,15 +12,14 @@ differ, NaN, a folder that can't be written), 130 and 143 for Ctrl-C and SIGTERM
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onegraph.cli.running import BAD_INPUT, INTERRUPTED, STOPPED, cost_lines, failed, plain_warnings, quiet_libraries, say
+from onegraph.cli.running import Stage, cost_lines, plain_warnings, plan_text, quiet_libraries, say, status_of
 from onegraph.cli.text_settings import label, read_configuration
-from onegraph.errors import ConfigurationError, MismatchError, NumericsError, OnegraphError
+from onegraph.errors import ConfigurationError
 from onegraph.training.output import lasting_output
 
 if TYPE_CHECKING:
@@ -53,43 +52,36 @@ def train_text(flags: Sequence[str]) -> int:
     Args:
         flags: What follows ``onegraph train text``.
     """
-    try:
-        configuration = read_configuration(flags)
-        if problems := configuration.problems(label=label):
-            raise ConfigurationError.collected(problems)
-    except OnegraphError as error:
-        return failed(error, BAD_INPUT)
-    quiet_libraries()
-    training = False
-    try:
-        # the settings are read without torch: a mistake in them is reported at once
-        from onegraph.compiling.failures import explained
-        from onegraph.training.launch import launched
-        from onegraph.training.places import sole_writer
-        from onegraph.training.text.groundwork import lay_groundwork
-        from onegraph.training.text.loop import Loop
-        from onegraph.training.text.preparation import prepare
+    return status_of(lambda stage: _train(flags, stage))
 
-        _quiet_transformers()
-        with plain_warnings(), launched(configuration, label=label, program="-m onegraph train text", backend="inductor") as started:
-            launch = replace(started, compile_settings=_own_names(started.compile_settings))
-            tell, folder = launch.ranks.say(say), Path(configuration.saving.output_dir)
-            ground = lay_groundwork(launch, tell)
-            with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.output_name)):
-                prepared = prepare(ground, tell)
-                tell(str(prepared.warm_up))
-                tell(_plan_text(prepared))
-                training = True
-                with explained(launch.compile_settings.backend):
-                    outcome = Loop(prepared.training).run()
-                tell(_end_text(prepared, outcome))
-            return outcome.exit_status
-    except OnegraphError as error:
-        stopped = training or isinstance(error, MismatchError | NumericsError)
-        return failed(error, STOPPED if stopped else BAD_INPUT)
-    except KeyboardInterrupt:
-        print("stopped before the first step: nothing was written", file=sys.stderr)
-        return INTERRUPTED
+
+def _train(flags: Sequence[str], stage: Stage) -> int:
+    configuration = read_configuration(flags)
+    if problems := configuration.problems(label=label):
+        raise ConfigurationError.collected(problems)
+    quiet_libraries()
+    # the settings are read without torch: a mistake in them is reported at once
+    from onegraph.compiling.failures import explained
+    from onegraph.training.launch import launched
+    from onegraph.training.places import sole_writer
+    from onegraph.training.text.groundwork import lay_groundwork
+    from onegraph.training.text.loop import Loop
+    from onegraph.training.text.preparation import prepare
+
+    _quiet_transformers()
+    with plain_warnings(), launched(configuration, label=label, program="-m onegraph train text", backend="inductor") as started:
+        launch = replace(started, compile_settings=_own_names(started.compile_settings))
+        tell, folder = launch.ranks.say(say), Path(configuration.saving.output_dir)
+        ground = lay_groundwork(launch, tell)
+        with launch.ranks.first_holds(lambda: sole_writer(folder, configuration.saving.output_name)):
+            prepared = prepare(ground, tell)
+            tell(str(prepared.warm_up))
+            tell(plan_text(prepared.training, launch))
+            stage.training = True
+            with explained(launch.compile_settings.backend):
+                outcome = Loop(prepared.training).run()
+            tell(_end_text(prepared, outcome))
+        return outcome.exit_status
 
 
 def _quiet_transformers() -> None:
@@ -104,22 +96,6 @@ def _own_names(settings: CompileSettings) -> CompileSettings:
     """Where the values came from, by the names of this command."""
     sources = {name: label(f"compile.{name}") if origin.startswith("flag --") else origin for name, origin in settings.sources.items()}
     return replace(settings, sources=sources)
-
-
-def _plan_text(prepared: Prepared) -> str:
-    """What is about to be trained, in a few lines."""
-    training = prepared.training
-    accumulation = f", {training.accumulation} batches a step" if training.accumulation > 1 else ""
-    epochs = f"{training.num_epochs} epoch{'' if training.num_epochs == 1 else 's'}"
-    lines = [
-        "training",
-        f"  steps       {training.num_steps} ({epochs} of {len(training.batches)} batches of {training.batches.size_text}{accumulation})",
-        f"  precision   {training.configuration.precision.mixed_precision}, on {training.recipe.device}",
-        f"  seed        {training.seed}",
-    ]
-    if training.position.step:
-        lines.append(f"  resumed     after step {training.position.step}, epoch {training.position.epoch + 1}")
-    return "\n".join(lines)
 
 
 def _end_text(prepared: Prepared, outcome: Outcome) -> str:

@@ -19,6 +19,7 @@ from torch.amp import GradScaler
 from onegraph.compiling import CompileSettings, check_toolchain, resolve_settings
 from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.training.compile_flags import CompileFlags
+from onegraph.training.metrics import ProgressDisplay
 from onegraph.training.ranks import Ranks
 
 Label = Callable[[str], str]
@@ -82,6 +83,11 @@ class Launch(Generic[C]):
     def mixed_precision(self) -> str:
         """``no``, ``fp16`` or ``bf16``."""
         return next(name for name, dtype in PRECISIONS.items() if dtype == self.precision)
+
+    def progress(self, num_steps: int, num_epochs: int, *, done: int, quiet: bool) -> ProgressDisplay:
+        """What people watch: in the first process alone."""
+        first = self.ranks.first
+        return ProgressDisplay(num_steps, done=done, num_epochs=num_epochs, quiet=quiet or not first, stream=self.ranks.stream)
 
 
 @contextlib.contextmanager

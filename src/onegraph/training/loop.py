@@ -13,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -26,8 +27,8 @@ from onegraph.errors import NumericsError, OutputError
 from onegraph.training.interruption import Interruption
 from onegraph.training.metrics import MovingAverage, ProgressDisplay, TensorBoard, Timings
 from onegraph.training.optimizers import before_training
-from onegraph.training.ranks import OwnRandomness, Ranks
-from onegraph.training.state import Position, Stateful
+from onegraph.training.ranks import OwnRandomness, Ranks, own_randomness
+from onegraph.training.state import Position, Resumable, SavedState, Stateful, restore, save_state
 from onegraph.training.update import Update
 
 _NAMED = 5
@@ -38,6 +39,10 @@ B_co = TypeVar("B_co", covariant=True)
 
 class Epochs(Protocol[B_co]):
     """Batches by epoch and place."""
+
+    @property
+    def size_text(self) -> str:
+        """How much a batch has, for people."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -52,6 +57,7 @@ class AnyTraining(Generic[B]):
 
     Args:
         batches: The training batches.
+        configuration: The settings, which a state records.
         parameters: Name -> trained parameter.
         num_steps: Optimiser steps of the whole run, those before a resume included.
         accumulation: Batches in an optimiser step.
@@ -63,6 +69,7 @@ class AnyTraining(Generic[B]):
     """
 
     batches: Epochs[B]
+    configuration: Resumable
     parameters: Mapping[str, nn.Parameter]
     optimizer: Optimizer
     schedule: LRScheduler
@@ -91,6 +98,19 @@ class AnyTraining(Generic[B]):
         if self.own_randomness is not None:
             parts["random"] = self.own_randomness
         return parts
+
+    def begin(self, saved: SavedState[Any] | None) -> None:
+        """Takes this process's random generators, and everything of a run that is resumed.
+
+        The generators are last, after all that may have used them.
+        """
+        self.own_randomness = own_randomness(self.ranks, self.seed)
+        if saved is None:
+            return
+        restore(saved, parameters=self.parameters, training=self.stateful)
+        if self.own_randomness is not None:
+            self.own_randomness.put_back()
+        self.position, self.losses = saved.position, saved.losses
 
 
 @dataclass(kw_only=True)
@@ -131,6 +151,7 @@ class AnyLoop(ABC, Generic[B, T, O]):
     """
 
     gradient_hint = "a lower learning rate, max_grad_norm of 1, or no mixed precision to see whether the number format is too narrow"
+    loss_hint = "a lower learning rate, or no mixed precision to see whether the number format is too narrow"
 
     def __init__(self, training: T, outcome: O) -> None:
         self.training = training
@@ -161,11 +182,19 @@ class AnyLoop(ABC, Generic[B, T, O]):
         """The last files."""
 
     @abstractmethod
+    def _named(self, item: Any) -> tuple[Sequence[str], str]:
+        """What a loss that isn't finite was of: names of images or rows, and a sentence about where it came from."""
+
+    @abstractmethod
     def _last_good(self) -> str:
         """A sentence about the last file that was written."""
 
     def _before_steps(self) -> None:
         """What is due before the first step."""
+
+    def _notes(self) -> dict[str, Any]:
+        """What a state keeps of this kind of run; plain JSON."""
+        return {}
 
     def _stopped_early(self) -> bool:
         """Whether the run has reached its end before its last step."""
@@ -237,14 +266,23 @@ class AnyLoop(ABC, Generic[B, T, O]):
         left = len(self.training.batches) - self.training.position.batch
         return list(itertools.islice(stream, min(self.training.accumulation, left)))
 
-    def _take_step(self, norm_value: float, values: Sequence[float], norm: Tensor) -> None:
-        """The optimiser step, once the losses are known to be finite."""
+    def _take_step(self, losses: Sequence[Tensor], items: Sequence[Any]) -> list[float]:
+        """The optimiser step from gradients that are there; returns the losses as numbers.
+
+        Args:
+            losses: Of the batches of the step.
+            items: What each loss was of, for ``_named``.
+        """
+        values, norm, norm_value = self.update.measured(losses)
+        if not all(math.isfinite(value) for value in values):
+            self._stop_on_loss(items, [float(loss) for loss in losses], values)
         if not math.isfinite(norm_value) and self.training.scaler is None:
             self._stop_on_gradients(values)
         if not self.update.take(norm):
             self.outcome.num_skipped += 1
             if self.update.overflows_at_every_scale:
                 self._stop_on_gradients([])
+        return values
 
     def _advance(self, epoch: int, number: int, num_batches: int) -> None:
         """Moves the position past batch ``number`` of ``epoch``."""
@@ -290,10 +328,43 @@ class AnyLoop(ABC, Generic[B, T, O]):
         position = self.training.position
         return max(1, position.epoch if position.batch == 0 else position.epoch + 1)
 
-    def _first_told(self, own: tuple[float, str, str] | None, values: Sequence[float]) -> tuple[float, str, str]:
-        """What the first process with a loss that isn't finite says of it: the loss, where, why."""
-        everyone = [told for told in self.training.ranks.all(own) if told is not None]
-        return everyone[0] if everyone else (max(values), "the batches of several processes", "Only their mean overflows.")
+    def _write_state(self, folder: Path) -> None:
+        training = self.training
+        if training.own_randomness is not None:
+            training.own_randomness.collect()
+        training.ranks.first_does(
+            partial(
+                save_state,
+                folder,
+                position=training.position,
+                configuration=training.configuration,
+                seed=training.seed,
+                fingerprints=training.fingerprints,
+                parameters=training.parameters,
+                training=training.stateful,
+                losses=self._average.values,
+                notes=self._notes(),
+            )
+        )
+        self.outcome.state = folder
+        training.progress.say(f"saved {folder}")
+
+    def _stop_on_loss(self, items: Sequence[Any], own: Sequence[float], values: Sequence[float]) -> NoReturn:
+        """Every process gets here; the first that has such a loss of its own says what it is."""
+        place = next((index for index, value in enumerate(own) if not math.isfinite(value)), None)
+        told = None
+        if place is not None:
+            names, why = self._named(items[place])
+            told = own[place], ", ".join(names[:_NAMED]), why
+        everyone = [one for one in self.training.ranks.all(told) if one is not None]
+        value, shown, why = everyone[0] if everyone else (max(values), "the batches of several processes", "Only their mean overflows.")
+        self.update.forget()
+        raise NumericsError(
+            f"Step {self.training.position.step + 1}: the loss is {value}, for {shown}.",
+            why=f"{why} The weights were not changed by this step. {self._last_good()}",
+            hint=self.loss_hint,
+            code="loss-not-finite",
+        )
 
     def _stop_on_gradients(self, values: Sequence[float]) -> NoReturn:
         wrong = self.update.not_finite()

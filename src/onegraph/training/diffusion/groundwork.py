@@ -20,7 +20,7 @@ from onegraph.training.diffusion.sample_prompts import read_sample_prompts
 from onegraph.training.diffusion.sampling import SamplePrompt
 from onegraph.training.diffusion.saving import SavePlan
 from onegraph.training.launch import Launch
-from onegraph.training.state import SavedState, check_resumable, read_state
+from onegraph.training.state import SavedState, resumed
 
 Say = Callable[[str], None]
 
@@ -67,11 +67,7 @@ def _lay(launch: Launch[TrainingConfiguration], say: Say) -> Groundwork:
         say(f"note: {note}")
     if launch.ranks.first:
         _check_places(configuration)
-    saved = None
-    if configuration.run.resume is not None:
-        saved = read_state(Path(configuration.run.resume), TrainingConfiguration)
-        for line in check_resumable(saved, configuration, FREEDOM):
-            say(f"resuming with another setting, {line}")
+    saved = resumed(configuration, FREEDOM, say)
     prompts = read_sample_prompts(configuration.sampling.prompts) if configuration.sampling.prompts else []
     dataset = _find_images(configuration)
     say(str(dataset))

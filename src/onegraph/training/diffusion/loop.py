@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from onegraph.errors import NumericsError
 from onegraph.training.diffusion.batches import Batch, Batches
 from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.diffusion.recipe import Draws, Recipe
@@ -20,9 +17,6 @@ from onegraph.training.interruption import Interruption
 from onegraph.training.loop import AnyLoop, AnyOutcome, AnyTraining
 from onegraph.training.places import evaluation_weights, remove
 from onegraph.training.randomness import random_states, restore_random_states
-from onegraph.training.state import save_state
-
-_NAMED = 5
 
 
 @dataclass(kw_only=True)
@@ -67,6 +61,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
     """
 
     gradient_hint = "a lower --learning_rate, --max_grad_norm=1, or --mixed_precision=no to see whether the number format is too narrow"
+    loss_hint = "a lower --learning_rate, or --mixed_precision=no to see whether the number format is too narrow"
 
     def __init__(self, training: Training) -> None:
         super().__init__(training, Outcome(position=training.position))
@@ -86,10 +81,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
             self.update.backward(loss / len(batches))
             drawn.append(draws)
             losses.append(loss.detach())
-        values, norm, norm_value = self.update.measured(losses)
-        if not all(math.isfinite(value) for value in values):
-            self._stop_on_loss(drawn, [float(loss) for loss in losses], values)
-        self._take_step(norm_value, values, norm)
+        values = self._take_step(losses, drawn)
         if training.after_update is not None:
             training.after_update()
         self.update.forget()
@@ -152,40 +144,8 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         self.outcome.network = path
         training.progress.say(f"saved {path}")
 
-    def _write_state(self, folder: Path) -> None:
-        training = self.training
-        if training.own_randomness is not None:
-            training.own_randomness.collect()
-        training.ranks.first_does(
-            partial(
-                save_state,
-                folder,
-                position=training.position,
-                configuration=training.configuration,
-                seed=training.seed,
-                fingerprints=training.fingerprints,
-                parameters=training.parameters,
-                training=training.stateful,
-                losses=self._average.values,
-            )
-        )
-        self.outcome.state = folder
-        training.progress.say(f"saved {folder}")
-
-    def _stop_on_loss(self, drawn: Sequence[Draws], own: Sequence[float], values: Sequence[float]) -> NoReturn:
-        """Every process gets here; the first that has such a loss of its own says what it is."""
-        place = next((index for index, value in enumerate(own) if not math.isfinite(value)), None)
-        found = None
-        if place is not None:
-            found = own[place], ", ".join(drawn[place].paths[:_NAMED]), self.training.recipe.first_not_finite(drawn[place])
-        value, images, why = self._first_told(found, values)
-        self.training.optimizer.zero_grad(set_to_none=True)
-        raise NumericsError(
-            f"Step {self.training.position.step + 1}: the loss is {value}, for {images}.",
-            why=f"{why} The weights were not changed by this step. {self._last_good()}",
-            hint="a lower --learning_rate, or --mixed_precision=no to see whether the number format is too narrow",
-            code="loss-not-finite",
-        )
+    def _named(self, item: Draws) -> tuple[Sequence[str], str]:
+        return item.paths, self.training.recipe.first_not_finite(item)
 
     def _last_good(self) -> str:
         network = self.outcome.network

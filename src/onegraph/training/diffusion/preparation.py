@@ -18,11 +18,9 @@ from onegraph.adapters import Adapters
 from onegraph.checkpoint import file_hash, save_kohya
 from onegraph.checkpoint.atomic import atomic_write, make_folder
 from onegraph.compiling import eager
-from onegraph.errors import ConfigurationError
 from onegraph.training.diffusion.base_model import BaseModel, load_base_model
 from onegraph.training.diffusion.batches import Batches
 from onegraph.training.diffusion.conditioning import check_clip_skip, tokenize
-from onegraph.training.diffusion.configuration import TrainingConfiguration
 from onegraph.training.diffusion.dataset import Dataset
 from onegraph.training.diffusion.groundwork import Groundwork, Say
 from onegraph.training.diffusion.latents import LatentCache, default_cache_folder
@@ -36,13 +34,12 @@ from onegraph.training.diffusion.resuming import FREEDOM
 from onegraph.training.diffusion.sampling import sample
 from onegraph.training.diffusion.saving import SavePlan
 from onegraph.training.diffusion.warm_up import HINT, warm_up
-from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
+from onegraph.training.metrics import TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
-from onegraph.training.ranks import own_randomness
 from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
-from onegraph.training.state import SavedState, check_fingerprints, restore
+from onegraph.training.state import check_fingerprints, require_steps_left
 from onegraph.training.streams import stream_seed
 from onegraph.training.warm_up import Subject, WarmUp
 
@@ -76,9 +73,7 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     """
     with ground.launch.ranks.together():
         prepared = _prepare(ground, say)
-        prepared.training.own_randomness = own_randomness(ground.launch.ranks, ground.seed)
-        if ground.saved is not None:
-            _resume(prepared.training, ground.saved)
+        prepared.training.begin(ground.saved)
     return prepared
 
 
@@ -117,8 +112,7 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     accumulation = configuration.run.gradient_accumulation_steps
     if configuration.run.max_train_epochs is not None:
         num_steps = configuration.run.max_train_epochs * batches.steps_per_epoch(accumulation)
-    if ground.saved is not None:
-        _require_steps_left(ground.saved, num_steps)
+    require_steps_left(ground.saved, num_steps, "--max_train_steps=")
     num_epochs = batches.num_epochs(num_steps, accumulation)
     groups = parameter_groups({part: adapters.parameters() for part, adapters in parts.items()}, configuration.optimizer, block_of=block_of)
     optimizer = make_optimizer(configuration.optimizer, groups, label=launch.label)
@@ -176,12 +170,8 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
         seed=ground.seed,
         fingerprints=fingerprints,
         save_network=save_network,
-        progress=ProgressDisplay(
-            num_steps,
-            done=ground.saved.position.step if ground.saved else 0,
-            num_epochs=num_epochs,
-            quiet=configuration.logging.quiet or not launch.ranks.first,
-            stream=launch.ranks.stream,
+        progress=launch.progress(
+            num_steps, num_epochs, done=ground.saved.position.step if ground.saved else 0, quiet=configuration.logging.quiet
         ),
         ranks=launch.ranks,
         watch=warmed.watch,
@@ -306,24 +296,6 @@ def _make_board(ground: Groundwork) -> TensorBoard | None:
     return TensorBoard(folder, dict(branches(ground.configuration)) | {"run.seed": ground.seed})
 
 
-def _require_steps_left(saved: SavedState[TrainingConfiguration], num_steps: int) -> None:
-    if saved.position.step >= num_steps:
-        raise ConfigurationError(
-            f"{saved.folder} has {saved.position.step} of {num_steps} steps behind it: nothing is left to train.",
-            hint=f"a larger number, such as --max_train_steps={2 * saved.position.step} (with a constant learning rate)",
-            code="nothing-left",
-        )
-
-
 def _limit_norms(parts: Mapping[str, Adapters], largest: float) -> None:
     for adapters in parts.values():
         limit_norms(adapters, largest)
-
-
-def _resume(training: Training, saved: SavedState[TrainingConfiguration]) -> None:
-    """Puts everything back; the random generators last, after all that may have used them."""
-    restore(saved, parameters=training.parameters, training=training.stateful)
-    if training.own_randomness is not None:
-        training.own_randomness.put_back()
-    training.position = saved.position
-    training.losses = saved.losses

@@ -107,7 +107,7 @@ class Batches:
     @property
     def size_text(self) -> str:
         """How many rows a batch has; those of each process, where there are several."""
-        return f"{self.ranks.count} x {self.batch_size}" if self.ranks.several else str(self.batch_size)
+        return self.ranks.shares_text(self.batch_size)
 
     def steps_per_epoch(self, accumulation: int) -> int:
         """Optimiser steps in an epoch."""

@@ -15,7 +15,7 @@ from onegraph.checkpoint.atomic import check_writable, make_folder
 from onegraph.errors import DataError
 from onegraph.training.launch import Launch
 from onegraph.training.settings import branches
-from onegraph.training.state import Freedom, SavedState, check_resumable, read_state
+from onegraph.training.state import Freedom, SavedState, resumed
 from onegraph.training.streams import stream
 from onegraph.training.text.attaching import method_of
 from onegraph.training.text.base_model import load_tokenizer
@@ -85,11 +85,7 @@ def _lay(launch: Launch[TextConfiguration], say: Say, drawn_seed: int) -> Ground
             make_folder(Path(folder))
             check_writable(Path(folder) / "onegraph-probe")
         SavePlan(configuration.saving).check_places()
-    saved = None
-    if configuration.run.resume is not None:
-        saved = read_state(Path(configuration.run.resume), TextConfiguration)
-        for line in check_resumable(saved, configuration, FREEDOM):
-            say(f"resuming with another setting, {line}")
+    saved = resumed(configuration, FREEDOM, say)
     seed = configuration.run.seed
     if seed is None:
         seed = saved.seed if saved is not None else drawn_seed

@@ -7,21 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
-from onegraph.errors import NumericsError
 from onegraph.training.interruption import Interruption
 from onegraph.training.loop import AnyLoop, AnyOutcome, AnyTraining
 from onegraph.training.places import evaluation_weights, remove
-from onegraph.training.state import save_state
 from onegraph.training.text.batches import Batch, Batches
 from onegraph.training.text.configuration import TextConfiguration
 from onegraph.training.text.recipe import Recipe
 from onegraph.training.text.saving import AdapterWriter, SavePlan, When
-
-_NAMED = 5
 
 
 @dataclass(kw_only=True)
@@ -108,6 +104,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
     """
 
     gradient_hint = "a lower optimizer.learning_rate (--learning-rate), run.max_grad_norm = 1, or precision.mixed_precision = no"
+    loss_hint = "a lower optimizer.learning_rate (--learning-rate), or precision.mixed_precision = no (--precision no)"
 
     def __init__(self, training: Training) -> None:
         super().__init__(training, Outcome(position=training.position, evaluations=training.evaluations))
@@ -126,10 +123,7 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
             loss = training.recipe.loss(batch, num_tokens / training.ranks.count)
             self.update.backward(loss)
             losses.append(loss.detach())
-        values, norm, norm_value = self.update.measured(losses)
-        if not all(math.isfinite(value) for value in values):
-            self._stop_on_loss(batches, [float(loss) for loss in losses], values)
-        self._take_step(norm_value, values, norm)
+        values = self._take_step(losses, batches)
         self.update.forget()
         self.outcome.num_tokens += num_tokens
         return sum(values)
@@ -206,41 +200,11 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
         if say:
             training.progress.say(f"saved {folder}")
 
-    def _write_state(self, folder: Path) -> None:
-        training = self.training
-        if training.own_randomness is not None:
-            training.own_randomness.collect()
-        training.ranks.first_does(
-            partial(
-                save_state,
-                folder,
-                position=training.position,
-                configuration=training.configuration,
-                seed=training.seed,
-                fingerprints=training.fingerprints,
-                parameters=training.parameters,
-                training=training.stateful,
-                losses=self._average.values,
-                notes=training.evaluations.notes(),
-            )
-        )
-        self.outcome.state = folder
-        training.progress.say(f"saved {folder}")
+    def _notes(self) -> dict[str, Any]:
+        return self.training.evaluations.notes()
 
-    def _stop_on_loss(self, batches: Sequence[Batch], own: Sequence[float], values: Sequence[float]) -> NoReturn:
-        """Every process gets here; the first that has such a loss of its own says what it is."""
-        place = next((index for index, value in enumerate(own) if not math.isfinite(value)), None)
-        found = None
-        if place is not None:
-            found = own[place], ", ".join(batches[place]["places"][:_NAMED]), self.training.recipe.first_not_finite(batches[place])
-        value, rows, why = self._first_told(found, values)
-        self.update.forget()
-        raise NumericsError(
-            f"Step {self.training.position.step + 1}: the loss is {value}, for {rows}.",
-            why=f"{why} The weights were not changed by this step. {self._last_good()}",
-            hint="a lower optimizer.learning_rate (--learning-rate), or precision.mixed_precision = no (--precision no)",
-            code="loss-not-finite",
-        )
+    def _named(self, item: Batch) -> tuple[Sequence[str], str]:
+        return item["places"], self.training.recipe.first_not_finite(item)
 
     def _last_good(self) -> str:
         adapter = self.outcome.adapter

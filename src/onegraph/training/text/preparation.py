@@ -10,18 +10,16 @@ import torch
 
 from onegraph.adapters import Adapters
 from onegraph.compiling import Watch, compile
-from onegraph.errors import ConfigurationError
-from onegraph.training.metrics import ProgressDisplay, TensorBoard, run_folder
+from onegraph.training.metrics import TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
-from onegraph.training.ranks import own_randomness
 from onegraph.training.schedules import make_schedule
-from onegraph.training.state import SavedState, check_fingerprints, restore
+from onegraph.training.state import check_fingerprints, require_steps_left
 from onegraph.training.streams import stream_seed
 from onegraph.training.text.attaching import attach_adapter
 from onegraph.training.text.base_model import BaseModel, load_model
 from onegraph.training.text.batches import Batch, Batches
-from onegraph.training.text.configuration import DEFAULT_EPOCHS, TextConfiguration
+from onegraph.training.text.configuration import DEFAULT_EPOCHS
 from onegraph.training.text.encoding import Encoded
 from onegraph.training.text.groundwork import FREEDOM, Groundwork, Say, settings_record
 from onegraph.training.text.loop import Evaluations, Training
@@ -63,13 +61,8 @@ def prepare(ground: Groundwork, say: Say) -> Prepared:
     with ground.launch.ranks.together():
         prepared = _prepare(ground, say)
         training = prepared.training
-        training.own_randomness = own_randomness(ground.launch.ranks, ground.seed)
+        training.begin(ground.saved)
         if ground.saved is not None:
-            # the random generators last, after all that may have used them
-            restore(ground.saved, parameters=training.parameters, training=training.stateful)
-            if training.own_randomness is not None:
-                training.own_randomness.put_back()
-            training.position, training.losses = ground.saved.position, ground.saved.losses
             training.evaluations = Evaluations.read(dict(ground.saved.notes), ground.configuration.evaluation.min_improvement)
     return prepared
 
@@ -103,8 +96,7 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     if num_steps is None:
         num_steps = (configuration.run.max_train_epochs or DEFAULT_EPOCHS) * batches.steps_per_epoch(accumulation)
     fingerprints = _fingerprints(ground, base)
-    if ground.saved is not None:
-        _require_steps_left(ground.saved, num_steps)
+    require_steps_left(ground.saved, num_steps, "--steps ")
     group = {"params": list(parameters.values()), "lr": configuration.optimizer.rate, "name": "adapter"}
     optimizer = make_optimizer(configuration.optimizer, [group], label=launch.label)
     schedule = make_schedule(configuration.schedule, optimizer, num_steps, optimizer_settings=configuration.optimizer, label=launch.label)
@@ -129,12 +121,8 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
         num_epochs=num_epochs,
         seed=ground.seed,
         fingerprints=fingerprints,
-        progress=ProgressDisplay(
-            num_steps,
-            done=ground.saved.position.step if ground.saved else 0,
-            num_epochs=num_epochs,
-            quiet=configuration.logging.quiet or not launch.ranks.first,
-            stream=launch.ranks.stream,
+        progress=launch.progress(
+            num_steps, num_epochs, done=ground.saved.position.step if ground.saved else 0, quiet=configuration.logging.quiet
         ),
         ranks=launch.ranks,
         watch=warmed.watch,
@@ -203,12 +191,3 @@ def _make_board(ground: Groundwork) -> TensorBoard | None:
     if folder is None or not ground.launch.ranks.first:
         return None
     return TensorBoard(run_folder(Path(folder), "", ground.started_at, "train_text"), settings_record(ground))
-
-
-def _require_steps_left(saved: SavedState[TextConfiguration], num_steps: int) -> None:
-    if saved.position.step >= num_steps:
-        raise ConfigurationError(
-            f"{saved.folder} has {saved.position.step} of {num_steps} steps behind it: nothing is left to train.",
-            hint=f"a larger number, such as --steps {2 * saved.position.step} (with a constant learning rate)",
-            code="nothing-left",
-        )
