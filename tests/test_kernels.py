@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.async_compile
 import torch._inductor.utils
 from torch import Tensor, nn
 from torch._inductor.cpp_builder import CppBuilder
 
 import onegraph as og
 from onegraph.compiling import kernels
+from onegraph.compiling.tuning import tuned_options
 
 pytestmark = pytest.mark.inductor
 
@@ -141,3 +145,14 @@ def test_the_files_are_found_again(files: Files) -> None:
 )
 def test_only_a_function_by_itself_is_joined(source: str, plain: bool) -> None:
     assert kernels._is_plain(source) == plain
+
+
+def test_a_torch_with_other_names_compiles_as_it_does(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the joining needs of inductor's insides isn't there: it is left out, and the rest of what inductor is told stays."""
+    monkeypatch.delitem(sys.modules, "onegraph.compiling.kernels")
+    monkeypatch.delattr(torch._inductor.async_compile, "get_compile_threads")
+    with pytest.raises(ImportError):
+        importlib.import_module("onegraph.compiling.kernels")
+    options = tuned_options("inductor", nn.Linear(2, 2))
+    assert options["layout_optimization"] is False
+    assert "custom_partitioner_fn" in options

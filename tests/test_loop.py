@@ -18,6 +18,7 @@ import torch
 
 from onegraph.training.diffusion import loop, recipe
 from tiny_run import Ingredients, assert_same_weights, differ, make_images, make_ingredients, train, weights
+from watched_runs import after_step, outcomes_of
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Ingredients:
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[loop.Outcome]:
     """How each run of this test ended."""
-    found: list[loop.Outcome] = []
-    run = loop.Loop.run
-
-    def remember(self: loop.Loop) -> loop.Outcome:
-        found.append(run(self))
-        return found[-1]
-
-    monkeypatch.setattr(loop.Loop, "run", remember)
-    return found
-
-
-def after_step(number: int, act: Callable[[loop.Loop], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acts in the middle of optimiser step ``number`` + 1, or right after step ``number``: between reporting it and what follows."""
-    report = loop.Loop._report
-
-    def reported(self: loop.Loop, *arguments: object) -> None:
-        report(self, *arguments)  # type: ignore[arg-type]
-        if self.training.position.step == number:
-            act(self)
-
-    monkeypatch.setattr(loop.Loop, "_report", reported)
+    return outcomes_of(loop.Loop, monkeypatch)
 
 
 # Signals
@@ -66,7 +47,7 @@ def test_a_signal_saves_and_the_run_can_go_on(
     flags = ["--max_train_steps=6", "--save_state", "--learning_rate=1e-2", "--network_dropout=0.2"]
     assert train(tiny.flags(tmp_path / "straight", *flags)) == 0
     with monkeypatch.context() as patch:
-        after_step(2, lambda _: os.kill(os.getpid(), number), patch)
+        after_step(loop.Loop, 2, lambda _: os.kill(os.getpid(), number), patch)
         assert train(tiny.flags(tmp_path / "stopped", *flags)) == status
     said = capsys.readouterr()
     assert f"stopped by {number.name} after 2 of 6 steps" in said.out
@@ -123,7 +104,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_cause(
         with torch.no_grad():
             dict(self.training.recipe.unet.named_parameters())["mid_block.resnets.0.conv1.weight"].fill_(float("inf"))
 
-    after_step(2, break_a_layer, monkeypatch)
+    after_step(loop.Loop, 2, break_a_layer, monkeypatch)
     assert train(tiny.flags(tmp_path, "--max_train_steps=5", "--save_every_n_steps=2")) == 1
     said = capsys.readouterr().err
     assert "Step 3: the loss is nan" in said
@@ -141,7 +122,7 @@ def test_adapters_that_ran_away_are_named(
         with torch.no_grad():
             next(iter(self.training.parameters.values())).fill_(float("nan"))
 
-    after_step(1, run_away, monkeypatch)
+    after_step(loop.Loop, 1, run_away, monkeypatch)
     assert train(tiny.flags(tmp_path, "--max_train_steps=3")) == 1
     assert "The adapters' own weights are not finite any more" in capsys.readouterr().err
 
@@ -158,7 +139,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(
         kept.update({name: value.detach().clone() for name, value in self.training.parameters.items()})
         trainings.append(self.training)
 
-    after_step(1, break_a_gradient, monkeypatch)
+    after_step(loop.Loop, 1, break_a_gradient, monkeypatch)
     assert train(tiny.flags(tmp_path, "--max_train_steps=3")) == 1
     said = capsys.readouterr().err
     assert re.search(r"Step 2: 1 of \d+ gradients are NaN or infinite; its loss is [\d.]+", said)

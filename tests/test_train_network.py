@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from onegraph.training.diffusion import loop
 from onegraph.training.update import Update
 from tiny_run import Ingredients, assert_same_weights, differ, make_images, make_ingredients, metadata, train, weights
+from watched_runs import outcomes_of
 
 LOADER = "onegraph.training.diffusion.preparation.load_base_model"
 
@@ -174,16 +175,9 @@ def test_two_accumulated_batches_are_one_batch_of_two(tiny: Ingredients, tmp_pat
 
 
 def curve(tiny: Ingredients, output: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[list[float], loop.Outcome]:
-    outcomes: list[loop.Outcome] = []
-    run = loop.Loop.run
-
-    def remember(self: loop.Loop) -> loop.Outcome:
-        outcomes.append(run(self))
-        return outcomes[-1]
-
-    monkeypatch.setattr(loop.Loop, "run", remember)
-    assert train(tiny.flags(output, *flags)) == 0
-    monkeypatch.setattr(loop.Loop, "run", run)
+    with monkeypatch.context() as patch:
+        outcomes: list[loop.Outcome] = outcomes_of(loop.Loop, patch)
+        assert train(tiny.flags(output, *flags)) == 0
     return outcomes[0].losses, outcomes[0]
 
 

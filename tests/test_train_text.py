@@ -6,9 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from onegraph.training.text import loop
 from onegraph.training.text.attaching import OFFERED
 from onegraph.training.text.configuration import TextConfiguration
 from tiny_text import chat, flags, pairs, train, weights, write_model, write_rows
+from watched_runs import after_step, outcomes_of
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[loop.Outcome]:
     """How each run of this test ended."""
-    found: list[loop.Outcome] = []
-    run = loop.Loop.run
-
-    def remember(self: loop.Loop) -> loop.Outcome:
-        found.append(run(self))
-        return found[-1]
-
-    monkeypatch.setattr(loop.Loop, "run", remember)
-    return found
-
-
-def after_step(number: int, act: Callable[[loop.Loop], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acts right after step ``number``."""
-    report = loop.Loop._report
-
-    def reported(self: loop.Loop, *arguments: Any) -> None:
-        report(self, *arguments)
-        if self.training.position.step == number:
-            act(self)
-
-    monkeypatch.setattr(loop.Loop, "_report", reported)
+    return outcomes_of(loop.Loop, monkeypatch)
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -138,7 +117,7 @@ def test_a_recompile_is_reported(
     def change(self: loop.Loop) -> None:
         self.training.recipe.model.eval()
 
-    after_step(2, change, monkeypatch)
+    after_step(loop.Loop, 2, change, monkeypatch)
     arguments = flags(model, rows, tmp_path / "out", "--set", "data.num_widths=1", "--check", "off")
     arguments[arguments.index("--backend") + 1] = "eager"
     assert train(arguments) == 0
@@ -180,7 +159,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(
     assert train(flags(model, rows, straight, *more)) == 0
     with monkeypatch.context() as patch:
         if stop is not None:
-            after_step(4, lambda _: os.kill(os.getpid(), stop), patch)
+            after_step(loop.Loop, 4, lambda _: os.kill(os.getpid(), stop), patch)
             assert train(flags(model, rows, stopped, *more)) == 128 + stop
             state = stopped / "adapter-state"
         else:  # a state that was saved on the way, of a run that was killed later
@@ -238,7 +217,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         with torch.no_grad():
             next(iter(self.training.parameters.values())).fill_(float("nan"))
 
-    after_step(2, break_it, monkeypatch)
+    after_step(loop.Loop, 2, break_it, monkeypatch)
     assert train(flags(model, rows, tmp_path / "out")) == 1
     error = capsys.readouterr().err
     assert "Step 3: the loss is nan, for" in error

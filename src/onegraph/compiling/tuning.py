@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,10 @@ def tuned_options(backend: str, module: nn.Module) -> Mapping[str, Any]:
     wanted: dict[str, Any] = {OPTION: LeanPartitioner()}
     if device_of(module).type == "cpu":
         wanted["layout_optimization"] = False
-        from onegraph.compiling.kernels import join_kernels  # inductor's code cache takes long to import
+        with contextlib.suppress(ImportError, AttributeError):  # a torch that does it in another way compiles as it does
+            from onegraph.compiling.kernels import join_kernels  # inductor's code cache takes long to import
 
-        join_kernels()
+            join_kernels()
     return {name: value for name, value in wanted.items() if hasattr(torch._inductor.config, name)}
 
 
