@@ -20,7 +20,8 @@ from onegraph.training.diffusion.sample_prompts import read_sample_prompts
 from onegraph.training.diffusion.sampling import SamplePrompt
 from onegraph.training.diffusion.saving import SavePlan
 from onegraph.training.launch import Launch
-from onegraph.training.state import SavedState, resumed
+from onegraph.training.resuming import resumed
+from onegraph.training.state import SavedState
 
 Say = Callable[[str], None]
 

@@ -37,9 +37,10 @@ from onegraph.training.diffusion.warm_up import HINT, warm_up
 from onegraph.training.metrics import TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
+from onegraph.training.resuming import require_steps_left
 from onegraph.training.schedules import make_schedule
 from onegraph.training.settings import branches
-from onegraph.training.state import check_fingerprints, require_steps_left
+from onegraph.training.state import check_fingerprints
 from onegraph.training.streams import stream_seed
 from onegraph.training.warm_up import Subject, WarmUp
 

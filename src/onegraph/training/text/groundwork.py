@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from onegraph.checkpoint.atomic import check_writable, make_folder
 from onegraph.errors import DataError
 from onegraph.training.launch import Launch
+from onegraph.training.resuming import resumed
 from onegraph.training.settings import branches
-from onegraph.training.state import Freedom, SavedState, resumed
+from onegraph.training.state import Freedom, SavedState
 from onegraph.training.streams import stream
 from onegraph.training.text.attaching import method_of
 from onegraph.training.text.base_model import load_tokenizer

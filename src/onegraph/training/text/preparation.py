@@ -13,8 +13,9 @@ from onegraph.compiling import Watch, compile
 from onegraph.training.metrics import TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
+from onegraph.training.resuming import require_steps_left
 from onegraph.training.schedules import make_schedule
-from onegraph.training.state import check_fingerprints, require_steps_left
+from onegraph.training.state import check_fingerprints
 from onegraph.training.streams import stream_seed
 from onegraph.training.text.attaching import attach_adapter
 from onegraph.training.text.base_model import BaseModel, load_model
