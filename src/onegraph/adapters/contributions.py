@@ -13,6 +13,7 @@ from onegraph.adapters.values import SHARED
 from onegraph.errors import AdapterError, OnegraphError
 from onegraph.layers import Layer
 from onegraph.methods import Method
+from onegraph.methods.precision import full_precision
 
 if TYPE_CHECKING:
     from onegraph.adapters.adapted import Adapted
@@ -75,7 +76,7 @@ def adapted_base(adapted: Adapted, contribution: Contribution, base: Mapping[str
         TargetError: Where the method can't be written as new weights.
     """
     # Under autocast the small products would be rounded to half precision.
-    with torch.autocast(next(iter(base.values())).device.type, enabled=False):
+    with full_precision(next(iter(base.values()))):
         tensors = contribution.method.adapt_tensors(base, contribution.tensors, adapted.layer)
     return {name: value for name, value in tensors.items() if value is not base.get(name)}
 

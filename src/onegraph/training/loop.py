@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onegraph.compiling import Watch
 from onegraph.errors import NumericsError, OutputError
+from onegraph.training.epochs import Epochs
 from onegraph.training.interruption import Interruption
 from onegraph.training.metrics import MovingAverage, ProgressDisplay, TensorBoard, Timings
 from onegraph.training.optimizers import before_training
@@ -34,21 +35,6 @@ from onegraph.training.update import Update
 _NAMED = 5
 
 B = TypeVar("B")
-B_co = TypeVar("B_co", covariant=True)
-
-
-class Epochs(Protocol[B_co]):
-    """Batches by epoch and place."""
-
-    @property
-    def size_text(self) -> str:
-        """How much a batch has, for people."""
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-
-    def forever(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, int, B_co]]:
-        """Epoch, place and batch from that one on, epoch after epoch."""
 
 
 @dataclass(kw_only=True)

@@ -57,10 +57,6 @@ class Ranks:
         name = "number of processes"
         return {name: str(self.count)} if self.several or (saved is not None and name in saved.fingerprints) else {}
 
-    def shares_text(self, size: int) -> str:
-        """For people: how many of something each process has, where there are several."""
-        return f"{self.count} x {size}" if self.several else str(size)
-
     def part(self, values: Sequence[T]) -> Sequence[T]:
         """This process's equal part of what all of them have."""
         size = len(values) // self.count

@@ -6,7 +6,6 @@ batches is filled up with images of that size from the start of its shuffled ord
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from onegraph.training.diffusion.captions import vary_caption
 from onegraph.training.diffusion.dataset import Dataset, Example
 from onegraph.training.diffusion.images import load_image
 from onegraph.training.diffusion.latents import Encoding, LatentCache
+from onegraph.training.epochs import Epochs
 from onegraph.training.ranks import Ranks
 from onegraph.training.streams import stream
 
@@ -58,7 +58,7 @@ class Slot:
     draw: int
 
 
-class Batches:
+class Batches(Epochs[Batch]):
     """The batches of every epoch.
 
     Args:
@@ -95,10 +95,8 @@ class Batches:
         ranks: Ranks | None = None,
     ) -> None:
         _require_possible(batch_size, random_crop, latents)
+        super().__init__(batch_size, ranks)
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.ranks = ranks or Ranks()
-        self.whole_batch_size = batch_size * self.ranks.count
         self.seed = seed
         self.drop_last = drop_last
         self._tokenize = tokenize
@@ -137,11 +135,6 @@ class Batches:
         return whole if self.drop_last else whole + sum(len(slots) % self.whole_batch_size > 0 for slots in self._by_size.values())
 
     @property
-    def size_text(self) -> str:
-        """How many images a batch has; those of each process, where there are several."""
-        return self.ranks.shares_text(self.batch_size)
-
-    @property
     def sizes(self) -> list[Size]:
         """The (width, height) of this run's batches; every one has at least one batch an epoch."""
         return [size for size, slots in self._by_size.items() if len(slots) >= self.whole_batch_size or not self.drop_last]
@@ -166,27 +159,12 @@ class Batches:
             text += f"\n{self.num_dropped} images an epoch, others each time, are left out because they don't fill a batch"
         return text
 
-    def steps_per_epoch(self, gradient_accumulation: int = 1) -> int:
-        """Optimiser steps in one epoch; the last one of an epoch may have fewer batches."""
-        return math.ceil(len(self) / gradient_accumulation)
-
-    def num_epochs(self, max_train_steps: int, gradient_accumulation: int = 1) -> int:
-        """Epochs that so many optimiser steps take, the last one perhaps in part."""
-        return math.ceil(max_train_steps / self.steps_per_epoch(gradient_accumulation))
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch (from 0), from batch ``start`` on."""
-        plan = [list(self.ranks.part(slots)) for slots in self._plan(epoch)[start:]]
+        plan = [list(self.ranks.part(slots)) for slots in self._plan(number)[start:]]
         if self._latents is not None:
-            return (self._batch(epoch, slots, self._cached(epoch, slots, self._latents)) for slots in plan)
-        return self._prefetched(epoch, plan)
-
-    def forever(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, int, Batch]]:
-        """Epoch, batch number and batch, endlessly, from any position."""
-        while True:
-            for number, batch in enumerate(self.epoch(epoch, start), start):
-                yield epoch, number, batch
-            epoch, start = epoch + 1, 0
+            return (self._batch(number, slots, self._cached(number, slots, self._latents)) for slots in plan)
+        return self._prefetched(number, plan)
 
     def _plan(self, epoch: int) -> list[list[Slot]]:
         """Which examples each batch of an epoch has: a pure function of the seed and the epoch."""

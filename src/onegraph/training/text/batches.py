@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from onegraph.training.epochs import Epochs
 from onegraph.training.ranks import Ranks
 from onegraph.training.streams import stream
 from onegraph.training.text.encoding import Document
@@ -46,7 +47,7 @@ class Row:
     width: int
 
 
-class Batches:
+class Batches(Epochs[Batch]):
     """The batches of an epoch, again and again.
 
     Every batch has ``batch_size`` rows: where documents don't suffice, rows of padding fill it up, so that a width is one shape. Padding
@@ -77,10 +78,8 @@ class Batches:
         widths: Sequence[int] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        super().__init__(batch_size, ranks)
         self.documents = documents
-        self.batch_size = batch_size
-        self.ranks = ranks or Ranks()
-        self.whole_batch_size = batch_size * self.ranks.count
         self.packing = packing
         self._pad_id = pad_id
         self._seed = seed
@@ -104,19 +103,6 @@ class Batches:
         form = f"packed into {len(self._rows)} rows of {self.widths[0]} tokens" if self.packing else f"of {_listed(self.widths)} tokens"
         return f"{len(self)} batches of {self.size_text} rows {form}, {1 - filled:.1%} padding"
 
-    @property
-    def size_text(self) -> str:
-        """How many rows a batch has; those of each process, where there are several."""
-        return self.ranks.shares_text(self.batch_size)
-
-    def steps_per_epoch(self, accumulation: int) -> int:
-        """Optimiser steps in an epoch."""
-        return -(-len(self) // accumulation)
-
-    def num_epochs(self, num_steps: int, accumulation: int) -> int:
-        """Epochs that so many optimiser steps reach into."""
-        return -(-num_steps // self.steps_per_epoch(accumulation))
-
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from batch ``start`` on."""
         groups: list[list[Row]] = []
@@ -130,13 +116,6 @@ class Batches:
             random.shuffle(groups)
         for group in groups[start:]:
             yield self._batch(group)
-
-    def forever(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, int, Batch]]:
-        """Epoch, place and batch from that one on, epoch after epoch."""
-        while True:
-            for place, batch in enumerate(self.epoch(epoch, start), start):
-                yield epoch, place, batch
-            epoch, start = epoch + 1, 0
 
     def one_of_each_width(self) -> Iterator[Batch]:
         """A real batch of each width."""
