@@ -12,13 +12,23 @@ from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nea
 from onegraph.layers import Layer
 from onegraph.methods import Method, ParameterSpec
 
+# File systems take 255 bytes, of which endings such as "-step00000100-state" need a few.
+_LONGEST_NAME = 200
+
 
 def check_name(name: str, taken: Collection[str]) -> None:
     """A name that can be a folder, and is free."""
-    if not isinstance(name, str) or not name.isprintable() or name in {"", ".", ".."} or name != name.strip() or set(name) & set("/\\"):
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or name in {"", ".", ".."}
+        or name != name.strip()
+        or set(name) & set("/\\")
+        or len(name.encode(errors="replace")) > _LONGEST_NAME
+    ):
         raise AdapterError(
             f"{name!r} is not a name for an adapter",
-            why="Names become folders when adapters are saved: letters, digits, - and _ are safe.",
+            why=f"Names become folders when adapters are saved: letters, digits, - and _ are safe, {_LONGEST_NAME} at most.",
             code="adapter-name",
         )
     if name in taken:

@@ -28,6 +28,7 @@ from onegraph.peft.configs import PeftConfig
 from onegraph.peft.injection import inject
 from onegraph.peft.mistakes import UsageError, as_value_errors
 from onegraph.peft.names import Names, paths_in
+from onegraph.peft.rows import refuse_base_name
 from onegraph.peft.tuner import BaseTuner
 
 _OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path")
@@ -295,6 +296,7 @@ def put(model: nn.Module, folder: Path, name: str) -> None:
 
     On an error nothing has changed.
     """
+    refuse_base_name(name)
     adapters = adapters_of(model)
     if adapters is None or name not in adapters.names:
         load(model, folder, name=name)

@@ -14,6 +14,7 @@ from onegraph.errors import OnegraphError
 from onegraph.methods import Method
 from onegraph.methods.inits import kaiming, normal
 from onegraph.peft.configs import PeftConfig
+from onegraph.peft.rows import refuse_base_name
 from onegraph.peft.targets import choose
 
 _Draw = Callable[[Tensor], Tensor]
@@ -59,6 +60,7 @@ def inject(
     Raises:
         ConfigurationError, TargetError, AdapterError: See ``choose`` and ``attach``.
     """
+    refuse_base_name(name)
     chosen = choose(config, model, only=only)
     adapters = add_exactly(model, chosen.methods, name, dtype=_dtype(model) if autocast else None)
     _start_at_random(adapters, config, name, chosen.adapted)

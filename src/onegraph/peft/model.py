@@ -96,7 +96,13 @@ class PeftModel(TakenForTheirs):
 
     @property
     def active_peft_config(self) -> PeftConfig:
-        """The configuration of the active adapter."""
+        """The configuration of the active adapter.
+
+        Raises:
+            UsageError: ``peft-no-adapters`` where none is left.
+        """
+        if not self.active_adapters:
+            raise UsageError("no adapter is active", hint="add_adapter() or load_adapter(), then set_adapter()", code="peft-no-adapters")
         return self.peft_config[str(self.active_adapter)]
 
     @property
@@ -144,8 +150,9 @@ class PeftModel(TakenForTheirs):
         names = kwargs.pop(_NAMES, None)
         if names is None or self.base_model._disabled:
             return base.generate(*args, **kwargs)
-        check_batch(names, args, kwargs)
-        with RowsOf(self.adapters, row_names(names)):
+        rows = row_names(names)
+        check_batch(rows, args, kwargs)
+        with RowsOf(self.adapters, rows):
             return base.generate(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -246,10 +253,11 @@ class PeftModel(TakenForTheirs):
         """
         names = list(self.peft_config) if selected_adapters is None else list(selected_adapters)
         unknown = [name for name in names if name not in self.peft_config]
-        if unknown or path_initial_model_for_weight_conversion is not None or Path(save_directory).is_file():
+        if not names or unknown or path_initial_model_for_weight_conversion is not None or Path(save_directory).is_file():
             raise UsageError(
                 f"save_pretrained({str(save_directory)!r}, selected_adapters={selected_adapters}) can't be done",
-                why=f"There are the adapters {', '.join(map(repr, self.peft_config))}; the place has to be a folder; nothing is converted.",
+                why=f"Adapters that are there: {', '.join(map(repr, self.peft_config)) or 'none'}. The place has to be a folder;"
+                " nothing is converted.",
                 code="peft-save",
             )
         if not is_main_process:
@@ -377,8 +385,9 @@ class PeftModel(TakenForTheirs):
 def _run_rows(model: PeftModel, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if model.base_model._disabled:
         return nn.Module.__call__(model, *args, **kwargs)
-    check_batch(names, args, kwargs)
-    with RowsOf(model.adapters, row_names(names)):
+    rows = row_names(names)
+    check_batch(rows, args, kwargs)
+    with RowsOf(model.adapters, rows):
         return nn.Module.__call__(model, *args, **kwargs)
 
 

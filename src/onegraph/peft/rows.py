@@ -21,7 +21,7 @@ def row_names(adapter_names: Sequence[str]) -> list[str | None]:
     Raises:
         UsageError: ``peft-adapter-names`` for anything but a list of names.
     """
-    if isinstance(adapter_names, str) or not all(isinstance(name, str) for name in adapter_names):
+    if not isinstance(adapter_names, list | tuple) or not all(isinstance(name, str) for name in adapter_names):
         raise UsageError(
             f"adapter_names={adapter_names!r} is no list of names",
             why="It has the adapter of every row of the batch, in order.",
@@ -29,6 +29,18 @@ def row_names(adapter_names: Sequence[str]) -> list[str | None]:
             code="peft-adapter-names",
         )
     return [None if name == BASE_MODEL else name for name in adapter_names]
+
+
+def refuse_base_name(name: str) -> None:
+    """Raise for an adapter with the name that means the base model: its rows would silently run without it.
+
+    Raises:
+        UsageError: ``adapter-name``.
+    """
+    if name == BASE_MODEL:
+        raise UsageError(
+            f"{name!r} is not a name for an adapter", why="In adapter_names= it stands for rows without one.", code="adapter-name"
+        )
 
 
 class RowsOf:
@@ -54,7 +66,7 @@ class RowsOf:
 
 
 @outside_graphs
-def check_batch(adapter_names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_batch(adapter_names: Sequence[str | None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Compare the number of names with the batch, before anything runs.
 
     Raises:

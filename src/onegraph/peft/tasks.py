@@ -81,6 +81,8 @@ class PeftModelForSeq2SeqLM(PeftModel):
 
 def _train_whole(config: PeftConfig, heads: tuple[str, ...]) -> None:
     """Add a head, which is new, to what is trained whole."""
+    if isinstance(config.modules_to_save, str):  # no list: refused with all else that is wrong, and not taken apart here
+        return
     present = list(config.modules_to_save or ())
     config.modules_to_save = [*present, *(name for name in heads if name not in present)]
 

@@ -101,7 +101,7 @@ class BaseTuner(nn.Module):
         Raises:
             UsageError: ``peft-several`` for more than one.
         """
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        names = list(adapter_name) if isinstance(adapter_name, list | tuple) else [adapter_name]
         if len(names) != 1:
             raise UsageError(
                 f"set_adapter({adapter_name!r}): one adapter is active at a time",

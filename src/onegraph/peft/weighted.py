@@ -10,6 +10,7 @@ from onegraph.checkpoint.contents import contents
 from onegraph.checkpoint.save_peft import peft_config_of
 from onegraph.peft.configs import PeftConfig
 from onegraph.peft.mistakes import UsageError, as_value_errors
+from onegraph.peft.rows import refuse_base_name
 
 _HOW = {
     "cat": "cat",
@@ -71,6 +72,7 @@ def combine_as_peft(
         UsageError: ``peft-combination``.
         ConfigurationError, AdapterError: See ``onegraph.adapters.combine.combine``.
     """
+    refuse_base_name(name)
     refused = [key for key, value in (further or {}).items() if key not in _WITHOUT_EFFECT and value is not None]
     if refused or combination_type not in _HOW or len(names) != len(weights) or not names:
         raise UsageError(

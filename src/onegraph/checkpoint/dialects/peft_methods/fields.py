@@ -56,8 +56,40 @@ def flag(name: str, value: object) -> Iterator[str]:
 
 def names(name: str, value: object) -> Iterator[str]:
     """Nothing, a list of names, or one regular expression."""
-    if value is not None and not isinstance(value, str) and not is_list_of_strings(value):
+    if isinstance(value, str):
+        yield from _regular(name, value, value)
+    elif value is not None and not is_list_of_strings(value):
         yield f"{name} = {value!r}: a list of names or one regular expression was expected"
+
+
+def endings(name: str, value: object) -> Iterator[str]:
+    """Nothing, or a list of names: a string would be taken letter by letter."""
+    if value is not None and not is_list_of_strings(value):
+        yield f"{name} = {value!r}: a list of names was expected"
+
+
+def layer_numbers(name: str, value: object) -> Iterator[str]:
+    """Nothing, the number of a layer, or a list of them."""
+    if value is not None and any(any(integer(name, own)) for own in (value if isinstance(value, list | tuple | set) else [value])):
+        yield f"{name} = {value!r}: a whole number or a list of them was expected"
+
+
+def layer_names(name: str, value: object) -> Iterator[str]:
+    """Nothing, a regular expression for what stands before the number of a layer, or a list of them."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple | set) or not is_list_of_strings(listed):
+        if value is not None:
+            yield f"{name} = {value!r}: a name or a list of names was expected"
+        return
+    for own in listed:
+        yield from _regular(name, own, f"({own})")
+
+
+def _regular(name: str, value: str, expression: str) -> Iterator[str]:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        yield f"{name} = {value!r}: no regular expression ({error})"
 
 
 def patterns(accepts: Check) -> Check:
@@ -121,11 +153,11 @@ _COMMON: dict[str, Field] = {
     "peft_version": Field("0.21.2"),
     "revision": Field(None, kept=True),
     "task_type": Field(None, kept=True),
-    "modules_to_save": Field(None, names, kept=True),
+    "modules_to_save": Field(None, endings, kept=True),
     "target_modules": Field(None, names),
-    "exclude_modules": Field(None),
+    "exclude_modules": Field(None, names),
 }
-_LAYERS = {"layers_pattern": Field(None), "layers_to_transform": Field(None)}
+_LAYERS = {"layers_pattern": Field(None, layer_names), "layers_to_transform": Field(None, layer_numbers)}
 
 
 def fields(own: Mapping[str, Field], *, layers: bool = True, exclude: bool = True, fan_in: bool = False) -> dict[str, Field]:
