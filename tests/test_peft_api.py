@@ -758,6 +758,15 @@ def test_a_mistake_leaves_the_model_as_it_was(ids: Tensor, tmp_path: Path) -> No
     assert ours.set_peft_model_state_dict(own, {"nothing": torch.zeros(1)}).unexpected_keys == ["nothing"]
 
 
+def test_a_head_that_is_named_but_not_in_the_file_is_told(tmp_path: Path) -> None:
+    our_model(llama, "LoraConfig", target_modules=["q_proj"]).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
+    with pytest.warns(UserWarning, match="missing adapter keys.*base_model.model.lm_head'"):
+        ours.PeftModel.from_pretrained(llama(), tmp_path)
+    assert two_adapters().load_adapter(tmp_path, "new").missing_keys == ["base_model.model.lm_head"]
+
+
 def test_names_that_are_not_here() -> None:
     for name in theirs.__all__:
         if not hasattr(BaseTuner, name) and name not in ours.__all__:

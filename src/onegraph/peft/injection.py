@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.checkpoint.load import commonest, exact_overrides
 from onegraph.errors import OnegraphError
-from onegraph.methods import Method
+from onegraph.methods import BitFit, Method
 from onegraph.methods.inits import kaiming, normal
 from onegraph.peft.configs import PeftConfig
 from onegraph.peft.rows import refuse_base_name
@@ -105,7 +105,9 @@ def missing_layers(model: nn.Module, config: PeftConfig, present: Collection[str
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            wanted = choose(config.copy(), model).adapted
+            methods = choose(config.copy(), model).methods
         except OnegraphError:  # the file decides: a configuration that means nothing on this model is no mistake
             return []
+    # A bias that wasn't trained may not be in a file; a layer, or a module that is trained whole, is.
+    wanted = [path for path, method in methods.items() if not isinstance(method, BitFit)]
     return [f"base_model.model.{path}" for path in wanted if path not in present]
