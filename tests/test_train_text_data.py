@@ -63,6 +63,7 @@ BAD_ROWS: list[tuple[object, str]] = [
     ({"messages": [{"content": "a"}]}, "messages[0] has no role"),
     ({"messages": [{"role": "asistant", "content": "a"}]}, "did you mean 'assistant'?"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content is"),
+    ({"text": "a\ud800b"}, "'\\ud800' is half a character"),
 ]
 
 
@@ -93,6 +94,7 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
     [
         ("rows.jsonl", b"", "no rows"),
         ("rows.json", b"{}", "not a list of rows"),
+        ("rows.json", b"[" * 10**5, "not JSON: maximum recursion"),
         ("rows.txt", b"{}", "ends in .txt"),
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "rows.jsonl:2: not UTF-8"),
         ("row.jsonl", b"", "did you mean"),

@@ -140,20 +140,40 @@ def _rows(path: Path, content: bytes, problems: list[OnegraphError]) -> Iterator
     if path.suffix.lower() == ".json":
         try:
             tree = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: {error}.", hint="JSON Lines files end in .jsonl", code="text-file") from error
         if not isinstance(tree, list):
             raise DataError(f"{path} holds {type(tree).__name__}, not a list of rows.", hint=f"[{_FORMS}, ...]", code="text-file")
-        yield from ((f"{path}:[{number}]", row) for number, row in enumerate(tree))
+        for number, row in enumerate(tree):
+            if problem := _half_character(row, text):
+                problems.append(_bad(f"{path}:[{number}]", problem))
+            else:
+                yield f"{path}:[{number}]", row
         return
     # not splitlines: text may hold other line ends than the file's
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            yield f"{path}:{number}", json.loads(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             problems.append(_bad(f"{path}:{number}", f"not JSON ({error}): {_short(line)}"))
+            continue
+        if problem := _half_character(row, line):
+            problems.append(_bad(f"{path}:{number}", problem))
+        else:
+            yield f"{path}:{number}", row
+
+
+def _half_character(row: object, text: str) -> str | None:
+    """What is wrong with a row that holds one half of a surrogate pair: no text, and no tokenizer takes it."""
+    if "\\u" not in text:  # only an escape can say one
+        return None
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"{ascii(error.object[error.start])} is half a character: the other half of the pair is missing"
+    return None
 
 
 def _record(place: str, row: object) -> Record:
