@@ -575,13 +575,16 @@ def test_injection(ids: Tensor) -> None:
 def test_status_is_pefts() -> None:
     own, other = two_adapters(), their_model(llama, "LoraConfig", task_type="CAUSAL_LM", r=4)
     other.add_adapter("other", theirs.LoraConfig(task_type="CAUSAL_LM", r=4))
+    for model, module in ((own, ours), (other, theirs)):
+        model.add_adapter("later", module.LoraConfig(r=2, target_modules=["k_proj"]))  # its layers stand between the others
+    assert sorted(own.targeted_module_names) == sorted(set(other.targeted_module_names))
     for _ in range(2):
         mine, expected = own.get_layer_status(), other.get_layer_status()
         assert [vars(each) for each in mine] == [vars(each) for each in expected]
         whole, theirs_whole = vars(ours.get_model_status(own)), vars(other.get_model_status())
         assert whole == theirs_whole
         for model in (own, other):
-            model.merge_adapter() if not model.get_model_status().merged_adapters else model.unmerge_adapter()
+            quietly(model.unmerge_adapter if model.get_model_status().merged_adapters else model.merge_adapter)
     with own.disable_adapter():
         assert not own.get_model_status().enabled
 
@@ -590,11 +593,16 @@ def test_hotswap(ids: Tensor, tmp_path: Path) -> None:
     torch._dynamo.reset()
     small = trained(our_model(shallow, "LoraConfig", task_type="CAUSAL_LM", r=2, lora_alpha=5, target_modules=["q_proj"]), seed=4)
     small.save_pretrained(tmp_path)
+    large = trained(our_model(shallow, "LoraConfig", task_type="CAUSAL_LM", r=6, lora_alpha=5, target_modules=["q_proj"]), seed=5)
+    large.save_pretrained(tmp_path / "large")
     model = two_adapters(shallow)
+    ours.prepare_model_for_compiled_hotswap(model, target_rank=6)
     onegraph.compile(model, backend="aot_eager")
     logits(model, ids)
     other = logits(model, ids, adapter_names=["other"] * 3)
     with torch.compiler.set_stance("fail_on_recompile"):
+        ours.hotswap_adapter(model, tmp_path / "large", "default")
+        torch.testing.assert_close(logits(model, ids), logits(large, ids), atol=1e-6, rtol=1e-5)
         ours.hotswap_adapter(model, tmp_path, "default")
         torch.testing.assert_close(logits(model, ids), logits(small, ids), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(logits(model, ids, adapter_names=["other"] * 3), other)
@@ -678,8 +686,13 @@ def test_starts_at_random_where_asked(ids: Tensor) -> None:
     assert torch.equal(logits(our_model(llama, "LoraConfig"), ids), base)
 
 
-def test_second_time(ids: Tensor) -> None:
+def test_second_time(ids: Tensor, tmp_path: Path) -> None:
     model = trained(our_model(llama, "LoraConfig"))
+    trained(our_model(llama, "LoraConfig"), seed=3).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="adapters already"):
+        loaded = ours.PeftModel.from_pretrained(model, tmp_path, "second")
+    assert loaded.get_base_model() is model.get_base_model() and list(loaded.peft_config) == ["default", "second"]
+    quietly(loaded.delete_adapter, "second")
     with pytest.warns(UserWarning, match="adapters already"):
         again = ours.get_peft_model(model, ours.LoraConfig(r=2))
     assert again.get_base_model() is model.get_base_model()
@@ -717,6 +730,7 @@ def test_second_time(ids: Tensor) -> None:
         (lambda: two_adapters().set_adapter(None), "no adapter None"),
         (lambda: two_adapters().save_pretrained("x", selected_adapters=[]), "can't be done"),
         (lambda: our_model(llama, "LoraConfig", target_modules=["nothing"]), "matches no module"),
+        (lambda: our_model(llama, "LoraConfig", target_modules=["q_proj"], layers_to_transform=[7]), "match in layers 0, 1"),
         (lambda: our_model(llama, "LoraConfig", target_modules=["self_attn"]), "can't adapt"),
         (lambda: our_model(llama, "LoraConfig", modules_to_save=["nothing"]), "names no module"),
         (lambda: our_model(lambda: nn.Sequential(nn.Linear(2, 2)), "LoraConfig"), "none are known for model_type 'custom'"),
@@ -774,8 +788,34 @@ def test_names_that_are_not_here() -> None:
                 getattr(ours, name)
     with pytest.raises(ImportError):
         exec("from onegraph.peft import LoftQConfig")
+    with pytest.raises(ImportError, match=r"use onegraph\.adapters\.Adapted"):
+        exec("from onegraph.peft.tuners.lora import LoraLayer")
     with pytest.raises(AttributeError, match="did you mean LoraConfig"):
         _ = ours.LoraConfg  # type: ignore[attr-defined]
+
+
+def test_names_are_imported_from_where_peft_has_them() -> None:
+    for line in (
+        "from onegraph.peft.helpers import check_if_peft_model, rescale_adapter_scale",
+        "from onegraph.peft.tuners import LoraConfig",
+        "from onegraph.peft.tuners.lora import LoraModel",
+        "from onegraph.peft.utils import get_peft_model_state_dict",
+        "import onegraph.peft.utils.hotswap as found; assert found.hotswap_adapter is onegraph.peft.utils.hotswap.hotswap_adapter",
+    ):
+        exec(line, {"onegraph": onegraph})
+    assert not ours.check_if_peft_model("/nowhere/at/all")
+
+
+def test_strength_for_a_while(ids: Tensor) -> None:
+    own, other = our_model(llama, "LoraConfig", init_lora_weights=False), their_model(llama, "LoraConfig")
+    quietly(theirs.set_peft_model_state_dict, other, ours.get_peft_model_state_dict(own))
+    before = logits(own, ids)
+    with ours.rescale_adapter_scale(own, 0.5), theirs.helpers.rescale_adapter_scale(other, 0.5):
+        torch.testing.assert_close(logits(own, ids), logits(other, ids), atol=1e-6, rtol=1e-5)
+        assert not torch.allclose(logits(own, ids), before, atol=1e-6)
+    assert torch.equal(logits(own, ids), before)
+    with pytest.raises(ValueError, match="no adapter of the model is a LoRA"), ours.rescale_adapter_scale(our_model(llama, "IA3Config"), 1):
+        pass
 
 
 def test_warnings() -> None:
@@ -783,6 +823,8 @@ def test_warnings() -> None:
         our_model(llama, "LoraConfig", exclude_modules=["nothing"])
     with pytest.warns(RuntimeWarning, match="nothing"):
         our_model(llama, "LoraConfig", rank_pattern={"nothing": 3})
+    with pytest.warns(RuntimeWarning, match=r"target_modules match no module: \['q_prok'\]"):
+        our_model(llama, "LoraConfig", target_modules=["q_prok", "v_proj"])
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
         model = our_model(gpt2, "LoraConfig")
     assert model.peft_config["default"].fan_in_fan_out

@@ -15,6 +15,7 @@ from onegraph.peft.auto import (
     AutoPeftModelForSeq2SeqLM,
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
+    check_if_peft_model,
 )
 from onegraph.peft.configs import CONFIGS as PEFT_TYPE_TO_CONFIG_MAPPING
 from onegraph.peft.configs import (
@@ -41,11 +42,14 @@ from onegraph.peft.exchange import (
     set_peft_model_state_dict,
 )
 from onegraph.peft.functions import get_peft_model
+from onegraph.peft.hotswap import prepare_model_for_compiled_hotswap
 from onegraph.peft.kinds import PeftType, TaskType
 from onegraph.peft.missing import instead_of
 from onegraph.peft.mistakes import NoMatchingPeftModuleError, PeftError, PeftWarning
 from onegraph.peft.model import PeftModel
+from onegraph.peft.places import furnish
 from onegraph.peft.preparing import cast_mixed_precision_params, prepare_model_for_kbit_training
+from onegraph.peft.scaling import rescale_adapter_scale
 from onegraph.peft.status import get_layer_status, get_model_status
 from onegraph.peft.tasks import (
     MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
@@ -121,6 +125,7 @@ __all__ = [
     "VeraConfig",
     "VeraModel",
     "cast_mixed_precision_params",
+    "check_if_peft_model",
     "get_layer_status",
     "get_model_status",
     "get_peft_config",
@@ -129,7 +134,9 @@ __all__ = [
     "hotswap_adapter",
     "inject_adapter_in_model",
     "load_peft_weights",
+    "prepare_model_for_compiled_hotswap",
     "prepare_model_for_kbit_training",
+    "rescale_adapter_scale",
     "set_peft_model_state_dict",
 ]
 
@@ -144,3 +151,6 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"onegraph.peft has no {name}: use {instead}")
     close = nearest(name, __all__)
     raise AttributeError(f"module 'onegraph.peft' has no attribute {name!r}" + (f": did you mean {close[0]}?" if close else ""))
+
+
+furnish()

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, ClassVar
 
+from onegraph.errors import OnegraphError
 from onegraph.peft import repositories
 from onegraph.peft.configs import PeftConfig
 from onegraph.peft.mistakes import UsageError
@@ -13,6 +14,15 @@ from onegraph.peft.model import PeftModel
 from onegraph.peft.tasks import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
 _LIBRARIES = ("diffusers", "transformers")
+
+
+def check_if_peft_model(model_name_or_path: str) -> bool:
+    """Whether an adapter's configuration is there: in a folder, or in a repository of the Hub."""
+    try:
+        PeftConfig.from_pretrained(model_name_or_path)
+    except (OnegraphError, ValueError):
+        return False
+    return True
 
 
 class AutoPeftModel:

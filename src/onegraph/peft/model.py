@@ -113,8 +113,7 @@ class PeftModel(TakenForTheirs):
     @property
     def modules_to_save(self) -> set[str] | None:
         """The modules that are trained whole, of all adapters."""
-        found = {name for config in self.peft_config.values() for name in config.modules_to_save or ()}
-        return found or None
+        return {name for config in self.peft_config.values() for name in config.modules_to_save or ()} or None
 
     def get_base_model(self) -> nn.Module:
         """The model that was adapted, with the adapters in it."""
@@ -309,6 +308,9 @@ class PeftModel(TakenForTheirs):
         from onegraph.peft.tasks import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
         refuse_key_mapping(key_mapping)
+        if isinstance(model, PeftModel):
+            warnings.warn("This model has adapters already: load_adapter() adds another one, unload() takes them off.", stacklevel=2)
+            model = model.get_base_model()
         with as_value_errors():
             folder = repositories.adapter_folder(model_id, subfolder=kwargs.get("subfolder"), **repositories.download_options(kwargs))
             own = PeftConfig.from_pretrained(str(folder)) if config is None else config

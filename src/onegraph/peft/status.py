@@ -9,7 +9,7 @@ from torch import nn
 
 from onegraph.adapters import Adapters
 from onegraph.adapters.freezing import registered
-from onegraph.adapters.walk import unwrapped
+from onegraph.adapters.walk import places, unwrapped
 from onegraph.checkpoint.base_weights import without_bias
 from onegraph.checkpoint.dialects.peft_methods.form import class_of
 from onegraph.layers import Layer
@@ -18,6 +18,7 @@ from onegraph.peft.exchange import adapters_and_configs, tuner_of
 from onegraph.peft.names import MODEL, form_for
 
 Irregular = Literal["irregular"]
+_WHOLE = "ModulesToSaveWrapper"
 
 
 @dataclass
@@ -100,17 +101,19 @@ def get_layer_status(model: nn.Module) -> list[LayerStatus]:
     if tuner is not None:
         active, enabled = tuner.active_adapters, not tuner._disabled
     found = []
-    for path, layer in adapters.layers.items():
+    order = {place.path: number for number, place in enumerate(places(adapters.model))}
+    for path, layer in sorted(adapters.layers.items(), key=lambda item: order.get(item[0], len(order))):
         there = [name for name in adapters.names if path in methods[name]]
         if not there:
             continue
         own = {name: list(parameters[name].get(path, {}).values()) for name in there}
+        kind = _type(methods[there[0]][path], layer.layer)
         found.append(
             LayerStatus(
                 name=path if tuner is None else f"{MODEL}{path}",
-                module_type=_type(methods[there[0]][path], layer.layer),
+                module_type=kind,
                 enabled=enabled,
-                active_adapters=list(active),
+                active_adapters=[name for name in active if name in there or kind != _WHOLE],
                 merged_adapters=[name for name in adapters.merged if name in there],
                 requires_grad={name: _agreed([parameter.requires_grad for parameter in values]) for name, values in own.items()},
                 available_adapters=sorted(there),
@@ -142,7 +145,7 @@ def get_model_status(model: nn.Module) -> ModelStatus:
         total_params=_numbers(whole)[1],
         num_adapter_layers=len(layers),
         enabled=layers[0].enabled if layers else True,
-        active_adapters=layers[0].active_adapters if layers else [],
+        active_adapters=next((layer.active_adapters for layer in layers if layer.module_type != _WHOLE), []),
         merged_adapters=_merged(layers, adapters),
         requires_grad={name: _agreed(values) for name, values in flags.items()},
         available_adapters=names,
@@ -179,7 +182,7 @@ def _backend(found: set[str | None]) -> str | None:
 def _type(method: Method, layer: Layer) -> str:
     form = form_for(method)
     if form is None:
-        return "ModulesToSaveWrapper" if method.name == "dense" else method.name
+        return _WHOLE if method.name == "dense" else method.name
     kind = "LNTuningLayer" if form.whole else class_of(layer)
     method = without_bias(method)
     return f"{'lora' if method.name == 'dora' else form.peft_type.lower()}.{kind}"

@@ -133,6 +133,10 @@ def _targeted(config: PeftConfig, model: nn.Module, everywhere: list[Place], onl
         config.target_modules = {place.path for place in chosen}
     if getattr(config, "exclude_modules", None) and not excluded:
         warnings.warn(f"exclude_modules={config.exclude_modules} excluded nothing: no module has such a name.", stacklevel=2)
+    if not all_linear and not isinstance(config.target_modules, str):
+        paths = [path for place in everywhere for path in place.paths]
+        if unmatched := sorted(entry for entry in config.target_modules or () if not any(_is_named([entry], path) for path in paths)):
+            warnings.warn(f"These entries of target_modules match no module: {unmatched}.", RuntimeWarning, stacklevel=2)
     return chosen
 
 
@@ -143,12 +147,23 @@ def _nothing(config: PeftConfig, everywhere: list[Place], *, excluded: bool) -> 
         raise NoMatchingPeftModuleError(
             f"target_modules={shown}: everything that matched was excluded", hint="see exclude_modules and modules_to_save"
         )
+    wanted = getattr(config, "layers_to_transform", None)
+    pattern = getattr(config, "layers_pattern", None)
+    named = [path for place in everywhere for path in place.paths if _is_named(targets or (), path)]
+    if wanted not in (None, []) and named:
+        numbers = sorted({number for path in named if (number := _layer_number(path, pattern)) is not None})
+        raise NoMatchingPeftModuleError(
+            f"layers_to_transform={wanted}: target_modules={shown} match in no layer of that number",
+            why=f"They match in layers {', '.join(map(str, numbers))}."
+            if numbers
+            else f"No layer has a number after {pattern or 'a name'!r}.",
+            hint="numbers begin at 0; layers_pattern is the name in front of the number, such as 'layers' or 'h'",
+        )
     first = targets if isinstance(targets, str) else next(iter(shown), "")
-    narrowed = "" if getattr(config, "layers_to_transform", None) is None else "; layers_to_transform narrows what is matched down"
     raise NoMatchingPeftModuleError(
         f"target_modules={shown} matches no module of the model",
         why="An entry matches a path that equals it or ends with it after a dot; a string is a regular expression for the whole path.",
-        hint=near_misses(first, [path for place in everywhere if describe(_plain(place)) is not None for path in place.paths]) + narrowed,
+        hint=near_misses(first, [path for place in everywhere if describe(_plain(place)) is not None for path in place.paths]),
     )
 
 
@@ -159,13 +174,17 @@ def matches(config: PeftConfig, path: str) -> bool:
         return re.fullmatch(targets, path) is not None
     if path in targets:
         return True
-    if not any(path.endswith(f".{entry}") for entry in targets):
+    if not _is_named(targets, path):
         return False
     wanted = getattr(config, "layers_to_transform", None)
     if wanted is None or wanted == []:
         return True
     number = _layer_number(path, getattr(config, "layers_pattern", None))
     return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
+
+
+def _is_named(targets: Iterable[str], path: str) -> bool:
+    return any(path == entry or path.endswith(f".{entry}") for entry in targets)
 
 
 def _layer_number(path: str, pattern: str | list[str] | None) -> int | None:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from onegraph.adapters import Adapters, adapters_of
 from onegraph.adapters.freezing import train_only
+from onegraph.adapters.walk import places
 from onegraph.errors import AdapterError
+from onegraph.methods import Dense
 from onegraph.peft.configs import PeftConfig
 from onegraph.peft.injection import inject
 from onegraph.peft.mistakes import UsageError, as_value_errors
@@ -83,6 +85,13 @@ class BaseTuner(nn.Module):
     def active_adapter(self) -> str | list[str]:
         """The adapter that is active, also while it is switched off; [] when there is none."""
         return self._active
+
+    @property
+    def targeted_module_names(self) -> list[str]:
+        """The adapted layers, as paths in the base model; without the modules that are trained whole beside them."""
+        methods = [self.adapters.methods(name) for name in self.adapters.names]
+        adapted = {path for own in methods for path, method in own.items() if method.name != Dense.name}
+        return [place.path for place in places(self.model) if place.path in adapted]
 
     def add(self, name: str, config: PeftConfig, *, autocast: bool = True, only: Collection[str] | None = None) -> None:
         """Add an adapter; it is frozen, and not active."""
