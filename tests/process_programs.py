@@ -220,6 +220,73 @@ def peft_names(folder: str) -> dict[str, Any]:
         return {"wrapper": type(prepared).__name__, "trained": loss_of(inner, rows(60)), "saved": loss_of(again, rows(60))}
 
 
+def trainer(way: str, folder: str) -> dict[str, Any]:
+    """Trainer of transformers, compiled: trained, and then resumed from the checkpoint of its second step."""
+    from transformers import Trainer, TrainingArguments
+
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    lengths = [4 + 5 * number % 7 for number in range(16)]
+    data = [{"input_ids": rows(number)[0].repeat(2)[:length]} for number, length in enumerate(lengths)]
+
+    def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        # padded to one width: fewer graphs to compile, and still other numbers of tokens in each process
+        labels = torch.stack([nn.functional.pad(row["input_ids"], (0, 10 - len(row["input_ids"])), value=-100) for row in batch])
+        return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
+
+    def made() -> Any:
+        if way == "peft":
+            from onegraph.peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(int(os.environ.get("RANK", "0")))  # the first process's values count
+            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3, task_type="CAUSAL_LM")
+            return get_peft_model(llama(), config, autocast_adapter_dtype=False)
+        return adapted()[0]
+
+    def run(resumed: str | None = None) -> Any:
+        settings = TrainingArguments(
+            folder,
+            per_device_train_batch_size=2 if several else 4,
+            per_device_eval_batch_size=2 if several else 4,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=RATE,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            torch_compile=True,
+            torch_compile_backend="aot_eager" if way == "attached" else "eager",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            log_level="error",
+        )
+        made_by_us = Trainer(made(), settings, train_dataset=data, eval_dataset=data[:8], data_collator=padded)
+        made_by_us.train(resume_from_checkpoint=resumed)
+        return made_by_us
+
+    written: list[str] = []
+    replace = os.replace
+    os.replace = lambda source, target: (written.append(Path(target).name), replace(source, target))[1]  # type: ignore[assignment]
+    with contextlib.redirect_stdout(io.StringIO()), Watch() as watch:
+        whole = run()
+    found: dict[str, Any] = {
+        "wrapper": type(whole.model_wrapped).__name__,
+        "default": values(og.adapters_of(whole.model)),
+        "losses": [entry[key] for entry in whole.state.log_history for key in ("loss", "eval_loss") if key in entry],
+        "graphs": watch.graphs,
+        "breaks": len(watch.breaks),
+        "files": sorted(path.name for path in (Path(folder) / "checkpoint-2").glob("*")),
+        "written": written,
+    }
+    if several:
+        dist.barrier()
+        with contextlib.redirect_stdout(io.StringIO()):
+            found["resumed"] = values(og.adapters_of(run(str(Path(folder) / "checkpoint-2")).model))
+    return found
+
+
 def different_adapters() -> list[str]:
     """Each process makes another adapter."""
     start()

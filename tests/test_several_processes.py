@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import onegraph as og
 from onegraph.errors import OnegraphError
-from process_programs import accelerated, adapted, different_adapters, llama, peft_names, plain_loop
+from process_programs import accelerated, adapted, different_adapters, llama, peft_names, plain_loop, trainer
 from processes import run_in
 
 TOLERANCE = 1e-9
@@ -85,6 +85,25 @@ def test_accelerate(way: str, folder: Path) -> None:
     if way == "fsdp":
         assert first["refused"] == ["adapters-sharded"] * 3
         assert all(not value.any() for value in second["loaded"].values())
+
+
+@pytest.mark.parametrize("way", ["attached", "peft"])
+def test_transformers_trainer(way: str, folder: Path) -> None:
+    """Unchanged, compiled; attached to be compared with one process, as a model of ours for PEFT with dropout to be stopped."""
+    place = folder / f"trainer-{way}"
+    first, second = run_in(2, trainer, way, str(place))
+    assert first["wrapper"] == "DistributedDataParallel"
+    assert same(first["default"], second["default"])
+    assert same(first["resumed"], first["default"])
+    assert same(second["resumed"], first["default"])
+    names = {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"}
+    assert {*first["files"]} - {"README.md"} == {*names, "trainer_state.json", "training_args.bin"}
+    assert ["adapter_model.safetensors" in found["written"] for found in (first, second)] == [True, False]
+    if way == "attached":
+        (alone,) = run_in(1, trainer, way, str(folder / "trainer-alone"))
+        assert distance(first["default"], alone["default"]) < TOLERANCE
+        assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert (first["graphs"], first["breaks"]) == (alone["graphs"], 0)
 
 
 def test_a_program_written_for_peft(folder: Path) -> None:
