@@ -188,6 +188,8 @@ METHODS: dict[str, MethodCase] = {
     "miss-uneven": MethodCase(MiSS(rank=3), by_weight(balance), starts_at_fixed_values=True),
     "miss-mini": MethodCase(MiSS(rank=2, form="mini", out_rank=4), by_weight(balance), starts_at_fixed_values=True),
     "miss-mini-one": MethodCase(MiSS(rank=5, form="mini"), by_weight(balance), starts_at_fixed_values=True),
+    "miss-any-rank": MethodCase(MiSS(rank=3, any_rank=True), by_weight(balance), starts_at_fixed_values=True),
+    "miss-mini-any-rank": MethodCase(MiSS(rank=5, form="mini", out_rank=4, any_rank=True), by_weight(balance), starts_at_fixed_values=True),
     "miss-bat": MethodCase(MiSS(rank=4, form="bat"), by_weight(bat), starts_at_fixed_values=True),
     "loha": MethodCase(LoHa(rank=2, alpha=3.0, form="weight"), by_weight(loha)),
     "loha-beside": MethodCase(LoHa(rank=3, form="beside"), by_weight(loha)),

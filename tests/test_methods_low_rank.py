@@ -127,11 +127,6 @@ def test_one_graph_of_joint_kernels_with_a_row_each(method: Method, kind: str) -
 @every_method
 def test_padding_is_exact_and_gets_no_gradient(method: Method, kind: str) -> None:
     method, module, layer, x, p = built(method, kind)
-    if isinstance(method, VBLoRA):
-        specs = {**method.parameters(layer), **method.shared_parameters()}
-        assert method.rank_on(layer) is None
-        assert not any(spec.rank_axes for spec in specs.values())
-        return
     larger = method.with_rank(7)
     padded = {**p}
     for name, spec in {**larger.parameters(layer), **larger.shared_parameters()}.items():
@@ -525,7 +520,8 @@ def test_vblora_is_peft_s(topk: int) -> None:
             tensor.copy_(torch.randn_like(tensor))
     p = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
     x = torch.randn(3, 5, 12)
-    found = run(method, layer, theirs.base_layer, x, {**p, "scale": torch.tensor(1.0)}, training=True)
+    settings = {name: torch.tensor(value) for name, value in method.settings(layer).items()}
+    found = run(method, layer, theirs.base_layer, x, {**p, **settings}, training=True)
     expected = theirs(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     weights = torch.randn_like(found)
@@ -564,7 +560,8 @@ def test_vblora_needs_whole_numbers_of_vectors() -> None:
     assert method.check(described(nn.Linear(12, 8))) is None
     assert method.check(described(nn.Linear(12, 7))) == "its 7 output features are no multiple of vector_length=4"
     assert method.check(described(nn.Linear(10, 8))) == "its 10 input features are no multiple of vector_length=4"
-    assert VBLoRA(rank=2).structure() != VBLoRA(rank=3).structure()
+    assert VBLoRA(rank=2).structure() == VBLoRA(rank=3).structure()
+    assert VBLoRA(topk=2).structure() != VBLoRA(topk=3).structure()
 
 
 # Bad settings

@@ -565,6 +565,7 @@ COMPILED: dict[str, Method] = {
     "ia3-on-input": IA3(on_input=True),
     "miss-dropout": MiSS(rank=5, input_dropout=0.2),
     "miss-mini": MiSS(rank=4, form="mini", out_rank=2),
+    "miss-any-rank": MiSS(rank=4, any_rank=True, input_dropout=0.2),
     "miss-bat": MiSS(rank=4, form="bat"),
 }
 
@@ -664,6 +665,7 @@ def test_layers_that_do_not_fit(method: Method, module: nn.Module, words: list[s
         (MiSS, {"form": "mini", "out_rank": 0}, "whole-number"),
         (MiSS, {"out_rank": 2}, "miss-form"),
         (MiSS, {"form": "bat", "input_dropout": 0.1}, "miss-form"),
+        (MiSS, {"form": "bat", "any_rank": True}, "miss-form"),
         (MiSS, {"input_dropout": 2.0}, "probability"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ def test_the_table_is_what_is_there() -> None:
     table = lines(adapters)
     assert table["first"] == ["active", "lora", "2", "to", "4", "2", f"{16 * 4 + 12 * 2}", "1"]
     assert table["second"] == ["dora", "1", "1", f"{16 + 8}", "1"]
-    assert table["bank"] == ["vblora", "-", "2", f"{2 * 3 * (2 + 2) + 2 * 3 * (2 + 1) + 12}", "1"]
+    assert table["bank"] == ["vblora", "2", "2", f"{2 * 3 * (2 + 2) + 2 * 3 * (2 + 1) + 12}", "1"]
     for name in adapters.names:
         count = sum(tensor.numel() for layer in adapters.tensors(name).values() for tensor in layer.values())
         assert f"{count}" in table[name]

@@ -74,6 +74,14 @@ class Adapted(nn.Module):
         registered.clear()
         registered.update(parameters)
 
+    def forget(self, old: Method, new: Method) -> None:
+        """Let one structure stand in the place of another, with what the layer runs on its identity until it is activated again."""
+        slots = self.structures.pop(new)
+        found = {new if structure == old else structure: slots if structure == old else own for structure, own in self.structures.items()}
+        self.structures = found
+        if self._method == old:
+            self.activate(new, 0)
+
     def assign_rows(self, indices: Mapping[Method, tuple[Tensor, set[int]]] | None, batch: object = None) -> None:
         """Give every row of the batch its own adapter; None ends it.
 

@@ -77,7 +77,7 @@ class Addition:
             slot = self.record.slots[structure] = part.state.free.pop(0)
             for entry in part.entries:
                 slots = layers[entry.path].structures[structure]
-                slots.write(slot, entry.rank, self.initial[entry.path])
+                slots.write(slot, entry.rank, self.initial[entry.path], entry.method)
                 for setting, value in entry.method.settings(entry.layer).items():
                     slots.set(slot, setting, value)
             if part.shared is not None:
@@ -95,6 +95,7 @@ def prepare(
     capacity: int | None,
     generator: torch.Generator | None,
     dtype: torch.dtype | None,
+    room: int | None = None,
 ) -> Addition:
     """Make everything that a new adapter needs; the model isn't touched.
 
@@ -106,6 +107,7 @@ def prepare(
         capacity: Rank to pad to.
         generator: Draws the initial tensors.
         dtype: Of the parameters; None: the base layer's.
+        room: The highest rank of adapters that are to share a graph with this one; None: the capacity, or what was asked for before.
 
     Raises:
         AdapterError: ``rank-above-capacity``, ``adapted-elsewhere``.
@@ -119,7 +121,15 @@ def prepare(
             raise already_adapted_elsewhere(entry.path)
     check_capacity(plan, capacity)
     present = {path: list(layer.structures) for path, layer in layers.items()}
-    plan = Plan(tuple(replace(entry, method=entry.method.computed_as(present.get(entry.path, ()))) for entry in plan))
+
+    def shared(entry: PlanEntry) -> Method:
+        method = entry.method.computed_as(present.get(entry.path, ()))
+        # What was asked for once holds for the layers that come later, too.
+        asked = [rank for kind, state in structures.items() if type(kind) is type(method) and (rank := state.capacity)]
+        rank = room or capacity or max(asked, default=None)
+        return method if rank is None else method.with_room(entry.layer, rank)
+
+    plan = Plan(tuple(replace(entry, method=shared(entry)) for entry in plan))
     weights: dict[str, Tensor] = {}
     initial: dict[str, dict[str, Tensor]] = {}
     for entry in plan:
@@ -175,7 +185,7 @@ def _part(
         entry.path: Slots(
             structure,
             entry.layer,
-            rank=grown_rank(entry.rank, entry.rank, floor),
+            rank=_first_capacity(structure, entry, floor),
             num_slots=num_slots,
             settings=sorted(kept),
             dtype=_dtype_of(weights[entry.path], dtype),
@@ -187,6 +197,13 @@ def _part(
     reasons = growth.reasons() if present is not None else []
     initial_shared = method.initial_shared(generator) if method.shared_parameters() else {}
     return Part(state, entries, growth, fresh, shared, initial_shared, kept, num_slots, floor, reasons)
+
+
+def _first_capacity(structure: Method, entry: PlanEntry, floor: int | None) -> int | None:
+    """A structure may have a rank where its first adapter, of a form that isn't padded, has none."""
+    if entry.rank is None and structure.rank_on(entry.layer) is not None:
+        return floor or 1
+    return grown_rank(entry.rank, entry.rank, floor)
 
 
 def _dtype_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:

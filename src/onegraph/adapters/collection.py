@@ -20,6 +20,7 @@ from onegraph.adapters.growth import grow
 from onegraph.adapters.merge import merge, merge_and_unload, unmerge
 from onegraph.adapters.records import Record
 from onegraph.adapters.select import Targets, select
+from onegraph.adapters.sharing import share_ranks
 from onegraph.adapters.status import status
 from onegraph.adapters.values import AdapterValues
 from onegraph.errors import AdapterError, ConfigurationError
@@ -220,6 +221,20 @@ class Adapters(AdapterValues):
             TargetError: See ``attach``.
         """
         self._alive()
+        self._add(name, method, targets, exclude, overrides, also, capacity, generator)
+
+    def _add(
+        self,
+        name: str,
+        method: Method,
+        targets: Targets | None,
+        exclude: Targets = (),
+        overrides: Mapping[str, Method] | None = None,
+        also: Mapping[str, Method] | None = None,
+        capacity: int | None = None,
+        generator: torch.Generator | None = None,
+        room: int | None = None,
+    ) -> None:
         check_name(name, self._records)
         if targets is None:
             if not self.layers:
@@ -231,7 +246,7 @@ class Adapters(AdapterValues):
 
         self._not_merged("no adapter can be added")
         plan, found = select(self.model, method, targets, exclude=exclude, overrides=overrides, also=also)
-        addition = prepare(plan, found, self.layers, self._structures, capacity=capacity, generator=generator, dtype=self._dtype)
+        addition = prepare(plan, found, self.layers, self._structures, capacity=capacity, generator=generator, dtype=self._dtype, room=room)
         self._records[name] = addition.commit(name, self.layers, self._structures, self._surgery)
         self._refresh()
 
@@ -289,8 +304,10 @@ class Adapters(AdapterValues):
             )
         if method is not None:
             name = next(name for number in itertools.count() if (name := f"reserved {number}") not in self._records)
-            self.add(name, method, targets=targets)
+            self._add(name, method, targets, room=rank)
             self.delete(name)
+        if rank is not None:
+            share_ranks(self.layers, self._structures, self._records, rank)
         wanted = (num_adapters or 0) + 1
         growths = [
             grow(

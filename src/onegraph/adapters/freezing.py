@@ -12,6 +12,7 @@ from onegraph.adapters.values import SHARED
 if TYPE_CHECKING:
     from onegraph.adapters.collection import Adapters
     from onegraph.adapters.slots import Slots
+    from onegraph.methods import Method
 
 
 def registered(adapters: Adapters, name: str) -> dict[str, dict[str, nn.Parameter]]:
@@ -21,7 +22,7 @@ def registered(adapters: Adapters, name: str) -> dict[str, dict[str, nn.Paramete
         AdapterError: ``unknown-adapter``.
     """
     record = adapters._record(name)
-    found = {path: _trained(adapters._slots(path, record), adapters._slot(path, record)) for path in record.methods}
+    found = {path: _trained(adapters._slots(path, record), adapters._slot(path, record), method) for path, method in record.methods.items()}
     for structure in record.shared():
         found.setdefault(SHARED, {}).update(_trained(adapters._shared(structure), record.slots[structure]))
     return {path: parameters for path, parameters in found.items() if parameters}
@@ -34,7 +35,10 @@ def train_only(adapters: Adapters, names: Collection[str]) -> None:
     that switching off costs no graph.
     """
     for name in adapters.names:
-        for parameters in registered(adapters, name).values():
+        record = adapters._record(name)
+        parts = [_trained(adapters._slots(path, record), adapters._slot(path, record)) for path in record.methods]
+        parts += [_trained(adapters._shared(structure), record.slots[structure]) for structure in record.shared()]
+        for parameters in parts:  # those that the adapter doesn't use as well: a graph asks the same of all
             for parameter in parameters.values():
                 parameter.requires_grad_(name in names)
     active = adapters.active is None or adapters.active in names
@@ -44,6 +48,6 @@ def train_only(adapters: Adapters, names: Collection[str]) -> None:
                 parameter.requires_grad_(active)
 
 
-def _trained(slots: Slots, slot: int) -> dict[str, nn.Parameter]:
+def _trained(slots: Slots, slot: int, method: Method | None = None) -> dict[str, nn.Parameter]:
     specs = slots.specs(None)  # what is trained doesn't depend on the rank
-    return {name: parameter for name, parameter in slots.parameters(slot).items() if specs[name].trained}
+    return {name: parameter for name, parameter in slots.parameters(slot, method).items() if specs[name].trained}

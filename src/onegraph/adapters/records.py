@@ -14,8 +14,8 @@ class Record:
     """One adapter: its method on each layer, and its slot in each structure, the same on every layer.
 
     Args:
-        methods: Path -> method, with that layer's rank and settings.
-        structures: Path -> the method's structure.
+        methods: Path -> method, with that layer's rank and settings, and without the room that it was given.
+        structures: Path -> the method's structure, with the room.
         slots: Structure -> slot.
     """
 
@@ -30,7 +30,8 @@ class Record:
         # One object for all layers that share it, whatever their ranks: a graph depends on which of its objects are the same one.
         known: dict[Method, Method] = {}
         structures = {path: method.structure() for path, method in methods.items()}
-        return cls(methods, {path: known.setdefault(structure, structure) for path, structure in structures.items()})
+        plain = {path: method.without_room() for path, method in methods.items()}
+        return cls(plain, {path: known.setdefault(structure, structure) for path, structure in structures.items()})
 
     def by_structure(self) -> dict[Method, list[str]]:
         """Structure -> paths."""

@@ -129,8 +129,8 @@ class Slots:
             return {name: torch.zeros(spec.shape) for name, spec in self.specs(rank, sizes).items()}
         return self.structure.with_rank(rank).identity(self.layer)
 
-    def parameters(self, slot: int) -> dict[str, nn.Parameter]:
-        """The Parameters of a slot: the same objects at every call, views of the storage."""
+    def parameters(self, slot: int, method: Method | None = None) -> dict[str, nn.Parameter]:
+        """The Parameters of a slot: the same objects at every call, views of the storage. Of one adapter's method, those that it has."""
         if slot not in self._parameters:
             specs = self.specs(self.rank)
             tied = {name: nn.Parameter(self.block.parameter(name, slot), requires_grad=specs[name].trained) for name in self.block.shapes}
@@ -141,7 +141,10 @@ class Slots:
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(_forget_gradient)  # type: ignore[no-untyped-call]
             self._parameters[slot] = tied
-        return self._parameters[slot]
+        if method is None or self.layer is None:
+            return self._parameters[slot]
+        own = method.parameters(self.layer)
+        return {name: parameter for name, parameter in self._parameters[slot].items() if name in own}
 
     def settings(self, slot: int) -> dict[str, Tensor]:
         """The settings of a slot as 0-d views of the storage."""
@@ -201,15 +204,15 @@ class Slots:
 
     @torch.no_grad()
     def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor], sizes: Method | None = None) -> None:
-        """Copy tensors of a true rank (and true sizes) into a slot; the rest of each is zero."""
+        """Copy tensors of a true rank (and true sizes, or some of the structure's names) into a slot; the rest of each is zero."""
         specs = self.specs(rank, sizes)
         for name, value in tensors.items():
             _fill(self.block.parameter(name, slot), specs[name], value)
 
     def read(self, slot: int, rank: int | None, sizes: Method | None = None) -> dict[str, Tensor]:
-        """The tensors of a slot, cut to a true rank (and true sizes): views where the layout allows."""
+        """The tensors of a slot, cut to a true rank (and true sizes and names): views where the layout allows."""
         specs = self.specs(rank, sizes)
-        return {name: _cut(self.block.parameter(name, slot), specs[name]) for name in self.block.shapes}
+        return {name: _cut(self.block.parameter(name, slot), specs[name]) for name in self.block.shapes if name in specs}
 
     @torch.no_grad()
     def grown(self, num_slots: int, rank: int | None, settings: Iterable[str], sizes: Method | None = None) -> Block:
@@ -226,6 +229,24 @@ class Slots:
         for name, values in self.block.settings_memory.items():
             block.settings_memory[name][: self.num_slots].copy_(values)
         return block
+
+    def handed_over(self, slot: int) -> dict[str, nn.Parameter]:
+        """The Parameters of a slot, which are this storage's no more."""
+        parameters = self.parameters(slot)
+        del self._parameters[slot]
+        return parameters
+
+    def take(self, slot: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let a slot have Parameters that were another storage's: whoever holds them goes on with them."""
+        own = self.parameters(slot)
+        for name in own.keys() - parameters.keys():
+            own[name].requires_grad_(any(parameter.requires_grad for parameter in parameters.values()))
+        for name, parameter in parameters.items():
+            view = own[name].data
+            if parameter.grad is not None and parameter.grad.shape != view.shape:
+                parameter.grad = None
+            parameter.data = view
+        self._parameters[slot] = {**own, **parameters}
 
     def adopt(self, block: Block) -> None:
         """Make a block the storage: the Parameters stay the same objects and are views of it from now on.

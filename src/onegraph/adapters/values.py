@@ -68,16 +68,26 @@ class AdapterValues:
         Raises:
             AdapterError: ``unknown-adapter``; ``no-active-adapter``.
         """
-        record = self._record(self._active_name() if name is None else name)
+        chosen = self._active_name() if name is None else name
+        names = {path: method.parameters(self.layers[path].layer) for path, method in self._record(chosen).methods.items()}
+        found = {}
+        for key, value in self.held(chosen).items():
+            path, dot, parameter = key.rpartition(".")
+            if value.requires_grad and (not dot or parameter in names[path]):
+                found[key] = value
+        return found
+
+    def held(self, name: str) -> dict[str, nn.Parameter]:
+        """Every Parameter of an adapter's slots by the same names, also those of a form that its method doesn't use: they hold zeros."""
+        record = self._record(name)
         found = {
             f"{path}.{parameter}": value
             for path in record.methods
             for parameter, value in self._slots(path, record).parameters(self._slot(path, record)).items()
-            if value.requires_grad
         }
         for structure in record.shared():
             tensors = self._shared(structure).parameters(record.slots[structure])
-            found |= {parameter: value for parameter, value in tensors.items() if value.requires_grad}
+            found |= tensors
         return found
 
     def parameters_by_layer(self, name: str | None = None) -> dict[str, dict[str, nn.Parameter]]:
@@ -95,7 +105,7 @@ class AdapterValues:
         """
         record = self._record(name)
         found = {
-            path: self._slots(path, record).read(self._slot(path, record), method.rank_on(self.layers[path].layer))
+            path: self._slots(path, record).read(self._slot(path, record), method.rank_on(self.layers[path].layer), method)
             for path, method in record.methods.items()
         }
         for structure, method in record.shared().items():
@@ -139,8 +149,8 @@ class AdapterValues:
         check_tensors(name, expected, tensors, partial=partial)
         for path, given in tensors.items():
             if path != SHARED:
-                rank = record.methods[path].rank_on(self.layers[path].layer)
-                self._slots(path, record).write(self._slot(path, record), rank, given)
+                method = record.methods[path]
+                self._slots(path, record).write(self._slot(path, record), method.rank_on(self.layers[path].layer), given, method)
         for structure, method in shared.items():
             given = tensors.get(SHARED, {})
             own = {key: given[key] for key in method.shared_parameters() if key in given}

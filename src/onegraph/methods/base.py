@@ -55,6 +55,8 @@ class Method(ABC):
     """The settings that draw random numbers in training; 0 turns each of them off."""
     ways: ClassVar[frozenset[str]] = frozenset()
     """The fields that choose how the same function is computed: an adapter takes over what a layer has already, to share its graph."""
+    room: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that ``with_room`` sets: no part of what an adapter is, so that no file holds them."""
     reads_base: ClassVar[bool] = False
     """Whether ``after`` needs the base layer's own tensors (a quantised weight is expanded for it)."""
     additive: ClassVar[bool] = True
@@ -168,6 +170,18 @@ class Method(ABC):
                 if same.structure() == other.structure():
                     return same
         return self
+
+    def with_room(self, layer: Layer, rank: int) -> Self:
+        """The same function, computed so that adapters of any rank up to this one share its graph: itself, where they do anyway.
+
+        What that costs is paid only by those who ask for it, with ``capacity=`` or ``reserve(rank=)``.
+        """
+        return self
+
+    def without_room(self) -> Self:
+        """The same, computed for its own rank."""
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.room}
+        return dataclasses.replace(self, **defaults) if defaults else self
 
     def rank_on(self, layer: Layer) -> int | None:
         """The rank, None for methods that have none."""

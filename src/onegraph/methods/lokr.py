@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ _PROBABILITIES = ("rank_dropout", "module_dropout")
 _INITS = {"zero": ("first", "first_up"), "lycoris": ("second", "second_down"), "random": ()}
 """The start -> the tensors that are 0 in it."""
 FULL, FACTORISED = "full", "factorised"
+EITHER = "either"  # in a structure alone: the tensors of both are there, and each adapter uses one of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class LoKr(Method):
         first_form: "full" or "factorised"; None lets each layer's shape decide. A layer keeps its form when the rank is padded.
         second_form: The same for S.
         form: "beside" the base layer or by the "weight"; None lets each layer's shape decide.
+        either: Which of "first" and "second" has room for both forms, so that ranks on both sides of the switch share a graph:
+            ``capacity=`` and ``reserve(rank=)`` find them. Such a matrix is multiplied out before it is used.
 
     Raises:
         ConfigurationError: ``rank``, ``alpha``, ``probability``, ``init``, ``whole-number``, ``first_form``, ``second_form`` or ``form``
@@ -63,7 +66,8 @@ class LoKr(Method):
 
     name: ClassVar[str] = "lokr"
     per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "alpha", "init", "decompose_both", "rank_dropout_scale", *_PROBABILITIES})
-    ways: ClassVar[frozenset[str]] = frozenset({"form"})
+    ways: ClassVar[frozenset[str]] = frozenset({"form", "either"})
+    room: ClassVar[frozenset[str]] = frozenset({"either"})
     random_settings: ClassVar[frozenset[str]] = frozenset(_PROBABILITIES)
 
     rank: int = 8
@@ -79,6 +83,7 @@ class LoKr(Method):
     first_form: str | None = None
     second_form: str | None = None
     form: str | None = None
+    either: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         raise_all(
@@ -95,7 +100,7 @@ class LoKr(Method):
                     "second_form": (FULL, FACTORISED),
                     "form": ("beside", "weight"),
                 }.items()
-                if (value := getattr(self, name)) is not None
+                if (value := getattr(self, name)) not in (None, EITHER)
             ),
         )
         if self.alpha is None:
@@ -118,13 +123,14 @@ class LoKr(Method):
         ((outer_out, inner_out), (outer_in, inner_in)), r = self.sides(layer), self.rank
         settled = self.settled(layer, [layer])
         specs: dict[str, ParameterSpec] = {}
-        if settled.first_form == FULL:
+        if settled.first_form != FACTORISED:
             specs["first"] = ParameterSpec(shape=(outer_out, outer_in))
-        else:
+        if settled.first_form != FULL:
             specs["first_up"] = ParameterSpec(shape=(outer_out, r), rank_axes=(1,))
             specs["first_down"] = ParameterSpec(shape=(r, outer_in), rank_axes=(0,))
-        if settled.second_form == FULL:
+        if settled.second_form != FACTORISED:
             specs["second"] = ParameterSpec(shape=(inner_out, inner_in, *layer.kernel_size))
+        if settled.second_form == FULL:
             return specs
         specs["second_up"] = ParameterSpec(shape=(inner_out, r), rank_axes=(1,))
         if has_core(layer, wanted=self.effective_conv):
@@ -135,9 +141,11 @@ class LoKr(Method):
         return specs
 
     def settings(self, layer: Layer) -> dict[str, float]:
-        """``scale``, each dropout that is used, and whether it is rescaled where it is."""
+        """``scale``, each dropout that is used, whether it is rescaled where it is, and which of two forms is used."""
         rescaled = {"rank_dropout_scale": 1.0} if self.rank_dropout_scale and self.rank_dropout > 0 else {}
-        return {"scale": self.scale, **used_probabilities(self, layer, _PROBABILITIES), **rescaled}
+        settled = self.settled(layer, [layer])
+        used = {f"{name}_full": float(getattr(settled, f"{name}_form") == FULL) for name in self.either}
+        return {"scale": self.scale, **used, **used_probabilities(self, layer, _PROBABILITIES), **rescaled}
 
     def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
         """All but what ``init`` keeps at 0 drawn."""
@@ -148,20 +156,39 @@ class LoKr(Method):
 
     def settled(self, layer: Layer, layers: Sequence[Layer]) -> Self:
         """Which factors are full, by the true rank, and the ``form`` that costs fewer operations in training."""
-        (outer_out, inner_out), (outer_in, inner_in) = self.sides(layer)
-        first, second, form = self.first_form, self.second_form, self.form
-        if first is None:
-            first = FACTORISED if self.decompose_both and self.rank < max(outer_out, outer_in) / 2 else FULL
-        if second is None:
-            second = FACTORISED if self.rank < max(inner_out, inner_in) / 2 else FULL
+        first, second = self._forms_at(layer, self.rank)
+        first, second, form = self.first_form or first, self.second_form or second, self.form
         if form is None:
-            form = "beside" if self._can_be_beside(layer, second) and self._is_cheap_beside(layer, second) else "weight"
+            multiplied = FULL if "second" in self.either else second
+            form = "beside" if self._can_be_beside(layer, multiplied) and self._is_cheap_beside(layer, multiplied) else "weight"
         return dataclasses.replace(self, first_form=first, second_form=second, form=form)
 
+    def structure(self) -> Self:
+        """With both forms where there is room for both."""
+        forms: dict[str, Any] = {f"{name}_form": EITHER for name in self.either}
+        return dataclasses.replace(super().structure(), **forms)
+
+    def with_room(self, layer: Layer, rank: int) -> Self:
+        """With both forms where the ranks up to this one have both. Not of S on a Conv1d, where the two mean different things."""
+        own = self.settled(layer, [layer])
+        found = []
+        for number, name in enumerate(("first", "second")):
+            present = getattr(own, f"{name}_form")
+            forms = {present, own._forms_at(layer, 1)[number], own._forms_at(layer, rank)[number]}
+            if name in self.either or EITHER in forms or (len(forms) == 2 and not (name == "second" and len(layer.kernel_size) == 1)):
+                found.append(name)
+        if tuple(found) == self.either:
+            return self
+        return dataclasses.replace(own, either=tuple(found), form=None).settled(layer, [layer])
+
     def check(self, layer: Layer) -> str | None:
-        """``outer`` has to divide its sides."""
-        if (reason := super().check(layer)) is not None or self.outer is None:
+        """``outer`` has to divide its sides, and every factor is of one form."""
+        if (reason := super().check(layer)) is not None:
             return reason
+        if EITHER in {self.first_form, self.second_form}:
+            return f'a factor of an adapter is "full" or "factorised": "either" is what capacity= makes of it; it is {self}'
+        if self.outer is None:
+            return None
         shape = (layer.out_features, layer.in_features // layer.groups)
         if any(size % outer for size, outer in zip(shape, self.outer)):
             return f"its output and input features {shape} are no multiples of outer={self.outer}"
@@ -170,12 +197,19 @@ class LoKr(Method):
     def rank_on(self, layer: Layer) -> int | None:
         """The rank, None where both matrices are full: nothing there is padded."""
         settled = self.settled(layer, [layer])
-        return self.rank if FACTORISED in {settled.first_form, settled.second_form} else None
+        return None if {settled.first_form, settled.second_form} == {FULL} else self.rank
 
     def beside(self, layer: Layer) -> bool:
         """As ``settled`` chose; embeddings always; never with groups, nor for a full S on a Conv1d."""
         settled = self.settled(layer, [layer])
         return layer.kind == "embedding" or (settled.form == "beside" and self._can_be_beside(layer, settled.second_form))
+
+    def _forms_at(self, layer: Layer, rank: int) -> tuple[str, str]:
+        """Which form F and S have at a rank, where nobody said it."""
+        (outer_out, inner_out), (outer_in, inner_in) = self.sides(layer)
+        both = self.decompose_both or self.first_form == FACTORISED
+        first = FACTORISED if both and rank < max(outer_out, outer_in) / 2 else FULL
+        return first, FACTORISED if rank < max(inner_out, inner_in) / 2 else FULL
 
     def _can_be_beside(self, layer: Layer, second_form: str | None) -> bool:
         mixes_kernel = len(layer.kernel_size) == 1 and second_form == FULL
@@ -190,9 +224,9 @@ class LoKr(Method):
         1.5 by the weight. 768 -> 2048 is (32, 64) x (24, 32), S has factors, 57,344 of 1,572,864: 1.05 beside.
         """
         (outer_out, inner_out), (outer_in, inner_in) = self.sides(layer)
-        between = inner_out if second_form == FULL else self.rank
+        between = self.rank if second_form == FACTORISED else inner_out
         cost = outer_in * inner_in * math.prod(layer.kernel_size) * between + outer_in * between * outer_out
-        if second_form != FULL:
+        if second_form == FACTORISED:
             cost += layer.out_features * between
         return 3 * cost < layer.out_features * layer.num_weight_columns
 
@@ -250,15 +284,25 @@ def _outer_problems(value: object) -> list[OnegraphError]:
 
 
 def _first(p: Mapping[str, Tensor]) -> Tensor:
-    return p["first"] if "first" in p else p["first_up"] @ p["first_down"]
+    if "first_up" not in p:
+        return p["first"]
+    product = p["first_up"] @ p["first_down"]
+    return product + _where_full(p, "first") if "first" in p else product
 
 
 def _second_factors(p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """S as one matrix (Q, N * points), Q = K, or as two, the second (K, Q)."""
-    if "second" in p:
+    if "second_up" not in p:
         return p["second"].flatten(1), None
     down = with_core(p["second_core"], p["second_down"]) if "second_core" in p else p["second_down"]
+    if "second" in p:
+        return p["second_up"] @ down + _where_full(p, "second").flatten(1), None
     return down, p["second_up"]
+
+
+def _where_full(p: Mapping[str, Tensor], name: str) -> Tensor:
+    """The full matrix of an adapter that uses it. In one that doesn't it is 0 and gets no gradient; factors of zeros get none anyway."""
+    return p[name] * p[f"{name}_full"].to(p[name].dtype)
 
 
 def _mixed(x: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Layer) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from onegraph.methods.dropouts import dropped_input, used_probabilities
 from onegraph.methods.fields import choice_problems, probability_problems, raise_all, rank_problems, whole_problems
 
 _FORMS = ("balance", "mini", "bat")
+_DEFAULT_RANK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,12 @@ class MiSS(Method):
         x (..., I), D ``block``: (R, O), with "mini" (R, ``out_rank``), with "bat" (O / R, R, R); y (..., O). D is cast to the dtype of x.
 
     Args:
-        rank: R, at most I. It decides which columns belong together, so adapters of different ranks share no graph.
+        rank: R, at most I. It decides which columns belong together, so adapters of different ranks share no graph, unless ``any_rank``.
         form: "balance", "mini" or "bat".
         out_rank: Width of the block of "mini"; it divides O.
         input_dropout: Probability in [0, 1) that an element of x is dropped on its way to D (PEFT's ``miss_dropout``). Not with "bat".
+        any_rank: Whether adapters of all ranks up to the capacity share a graph, which ``capacity=`` and ``reserve(rank=)`` ask for. What
+            belongs together is then a number in a tensor, and adding it up a product as wide as LoRA's D. Not with "bat".
 
     Raises:
         ConfigurationError: ``rank``, ``form``, ``whole-number``, ``probability``, ``miss-form``.
@@ -45,12 +49,15 @@ class MiSS(Method):
     name: ClassVar[str] = "miss"
     kinds: ClassVar[frozenset[str]] = frozenset({"linear"})
     per_adapter: ClassVar[frozenset[str]] = frozenset({"input_dropout"})
+    ways: ClassVar[frozenset[str]] = frozenset({"any_rank"})
+    room: ClassVar[frozenset[str]] = frozenset({"any_rank"})
     random_settings: ClassVar[frozenset[str]] = frozenset({"input_dropout"})
 
-    rank: int = 64
+    rank: int = _DEFAULT_RANK
     form: str = "balance"
     out_rank: int = 1
     input_dropout: float = 0.0
+    any_rank: bool = False
 
     def __post_init__(self) -> None:
         raise_all(
@@ -66,9 +73,18 @@ class MiSS(Method):
         """Not where the form is "bat", which multiplies the weight."""
         return self.form != "bat"
 
+    def structure(self) -> Self:
+        """With the rank, unless ``any_rank``."""
+        same = super().structure()
+        return dataclasses.replace(same, rank=_DEFAULT_RANK) if self.any_rank else same
+
+    def with_room(self, layer: Layer, rank: int) -> Self:
+        """With ``any_rank``, unless the form is "bat": R of its columns are mixed with each other, by more numbers the larger R is."""
+        return self if self.form == "bat" else dataclasses.replace(self, any_rank=True)
+
     def rank_on(self, layer: Layer) -> int | None:
-        """None: a block can't be padded, since every column's place in it would change."""
-        return None
+        """The rank, None where the form is "bat", whose blocks can't be padded."""
+        return None if self.form == "bat" else self.rank
 
     def parameters(self, layer: Layer) -> dict[str, ParameterSpec]:
         """``block``."""
@@ -77,11 +93,12 @@ class MiSS(Method):
             "mini": (self.rank, self.out_rank),
             "bat": (layer.out_features // self.rank, self.rank, self.rank),
         }
-        return {"block": ParameterSpec(shape=shapes[self.form])}
+        return {"block": ParameterSpec(shape=shapes[self.form], rank_axes=() if self.form == "bat" else (0,))}
 
     def settings(self, layer: Layer) -> dict[str, float]:
-        """``scale``, and ``input_dropout`` where it is used."""
-        return {"scale": 1.0, **used_probabilities(self, layer, ("input_dropout",))}
+        """``scale``, ``rank`` where it isn't in the structure, and ``input_dropout`` where it is used."""
+        own = {"rank": float(self.rank)} if self.any_rank else {}
+        return {"scale": 1.0, **own, **used_probabilities(self, layer, ("input_dropout",))}
 
     def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
         """D = 0."""
@@ -96,9 +113,12 @@ class MiSS(Method):
     ) -> Tensor:
         """The chunks of x added up, then D."""
         x = dropped_input(x, p, training=training)
-        if rest := x.shape[-1] % self.rank:
-            x = functional.pad(x, (0, self.rank - rest))
-        h = x.reshape(*x.shape[:-1], -1, self.rank).sum(-2)
+        if "rank" in p:
+            h = layer.project(x, _places(p, layer))
+        else:
+            if rest := x.shape[-1] % self.rank:
+                x = functional.pad(x, (0, self.rank - rest))
+            h = x.reshape(*x.shape[:-1], -1, self.rank).sum(-2)
         block = p["block"] * p["scale"].to(p["block"].dtype)
         if self.form == "balance":
             return layer.add_expanded(y, h, block.t())
@@ -115,7 +135,10 @@ class MiSS(Method):
             parts = weight.reshape(outs // self.rank, -1, self.rank)  # rows of block k and chunks together: (O / R, R * I / R, R)
             change = (parts @ block).reshape(outs // self.rank, self.rank, -1, self.rank) + block.unsqueeze(-2)
             return weight + change.reshape(outs, ins).to(weight.dtype)
-        columns = block.t().repeat(outs // block.shape[1], -(-ins // self.rank))[:, :ins]
+        if "rank" in p:
+            columns = (block.t() @ _places(p, layer).to(block.dtype)).repeat(outs // block.shape[1], 1)
+        else:
+            columns = block.t().repeat(outs // block.shape[1], -(-ins // self.rank))[:, :ins]
         return weight + columns.to(weight.dtype)
 
     def check(self, layer: Layer) -> str | None:
@@ -135,6 +158,15 @@ class MiSS(Method):
 
     def _form_problems(self) -> list[OnegraphError]:
         problems: list[OnegraphError] = []
+        if self.form == "bat" and self.any_rank:
+            problems.append(
+                ConfigurationError(
+                    'form="bat" with any_rank=True',
+                    why="Its blocks mix as many columns as the rank says, which can't be a number in a tensor.",
+                    hint="leave any_rank out: adapters of the form bat share a graph with those of their rank",
+                    code="miss-form",
+                )
+            )
         if self.form == "bat" and self.input_dropout:
             problems.append(
                 ConfigurationError(
@@ -154,3 +186,11 @@ class MiSS(Method):
                 )
             )
         return problems
+
+
+def _places(p: Mapping[str, Tensor], layer: Layer) -> Tensor:
+    """(R, I): 1 where a column belongs to a row of the block, i mod ``rank``; R is the capacity. Rows beyond the rank have no column."""
+    rank = p["rank"].clamp(min=1)  # the identity has none
+    rows = torch.arange(p["block"].shape[-2], dtype=rank.dtype, device=rank.device)
+    columns = torch.arange(layer.in_features, dtype=rank.dtype, device=rank.device)
+    return rows.unsqueeze(1) == torch.remainder(columns, rank)

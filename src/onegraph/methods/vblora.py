@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from onegraph.methods.inits import normal
 class VBLoRA(Method):
     """y = W x + b + s U D drop(x), with s = 1; each stretch of V numbers in D and U is a mixture of k vectors of a bank of N.
 
-    The weights of a mixture are the softmax of its k largest logits. No padding of the rank is exact, since logits of 0 are a mixture
-    too: adapters of another rank have another graph.
+    The weights of a mixture are the softmax of its k largest logits. Logits of 0 are a mixture too: where the rank is padded, what is
+    beyond the setting ``rank`` is taken out of U.
 
     Shapes:
         x (..., I), ``logits_down`` (R, I / V, N), ``logits_up`` (O / V, R, N), y (..., O); shared and trained: ``vector_bank`` (N, V).
@@ -46,7 +46,7 @@ class VBLoRA(Method):
 
     name: ClassVar[str] = "vblora"
     kinds: ClassVar[frozenset[str]] = frozenset({"linear"})
-    per_adapter: ClassVar[frozenset[str]] = frozenset({"input_dropout", "bank_bound", "logits_deviation"})
+    per_adapter: ClassVar[frozenset[str]] = frozenset({"rank", "input_dropout", "bank_bound", "logits_deviation"})
     random_settings: ClassVar[frozenset[str]] = frozenset({"input_dropout"})
 
     rank: int = 4
@@ -86,8 +86,8 @@ class VBLoRA(Method):
         """``logits_down`` and ``logits_up``."""
         length = self.vector_length
         return {
-            "logits_down": ParameterSpec(shape=(self.rank, layer.in_features // length, self.num_vectors)),
-            "logits_up": ParameterSpec(shape=(layer.out_features // length, self.rank, self.num_vectors)),
+            "logits_down": ParameterSpec(shape=(self.rank, layer.in_features // length, self.num_vectors), rank_axes=(0,)),
+            "logits_up": ParameterSpec(shape=(layer.out_features // length, self.rank, self.num_vectors), rank_axes=(1,)),
         }
 
     def shared_parameters(self) -> dict[str, ParameterSpec]:
@@ -95,8 +95,8 @@ class VBLoRA(Method):
         return {"vector_bank": ParameterSpec(shape=(self.num_vectors, self.vector_length))}
 
     def settings(self, layer: Layer) -> dict[str, float]:
-        """``scale``, and the dropout where it is used."""
-        return {"scale": 1.0, **used_probabilities(self, layer, ("input_dropout",))}
+        """``scale``, the ``rank``, and the dropout where it is used."""
+        return {"scale": 1.0, "rank": float(self.rank), **used_probabilities(self, layer, ("input_dropout",))}
 
     def initial(self, layer: Layer, weight: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Normal logits: the adapter does not start as the identity."""
@@ -112,12 +112,12 @@ class VBLoRA(Method):
         """Down, up."""
         down, up = self.factors(p)
         h = layer.project(dropped_input(x, p, training=training), down)
-        return layer.add_expanded(y, h, up * p["scale"])
+        return layer.add_expanded(y, h, up * _strengths(p).to(up.dtype))
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:
         """The weight, W + s U D."""
         down, up = self.factors(p)
-        return (weight + layer.compose(down, up * p["scale"])).to(weight.dtype)
+        return (weight + layer.compose(down, up * _strengths(p).to(up.dtype))).to(weight.dtype)
 
     def factors(self, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """D (R, I) and U (O, R), without the scale.
@@ -143,10 +143,8 @@ class VBLoRA(Method):
                 return f"its {size} {side} features are no multiple of vector_length={self.vector_length}"
         return None
 
-    def rank_on(self, layer: Layer) -> None:
-        """None: the rank is part of the structure, nothing is padded."""
-        return
 
-    def with_rank(self, rank: int | None) -> Self:
-        """The same: see ``rank_on``."""
-        return self
+def _strengths(p: Mapping[str, Tensor]) -> Tensor:
+    """(R,): the scale for every channel of the adapter, 0 for those that only the padding has. Their logits get no gradient then."""
+    num_ranks = p["logits_down"].shape[-3]
+    return p["scale"] * (torch.arange(num_ranks, device=p["rank"].device) < p["rank"])

@@ -130,6 +130,14 @@ class WithBias(Method):
         """With ``inner`` computed as the one of another method of this kind."""
         return dataclasses.replace(self, inner=self.inner.computed_as([other.inner for other in others if isinstance(other, WithBias)]))
 
+    def with_room(self, layer: Layer, rank: int) -> Self:
+        """With that of ``inner``."""
+        return dataclasses.replace(self, inner=self.inner.with_room(layer, rank))
+
+    def without_room(self) -> Self:
+        """With ``inner`` as it was."""
+        return dataclasses.replace(self, inner=self.inner.without_room())
+
     def rank_on(self, layer: Layer) -> int | None:
         """That of ``inner``."""
         return self.inner.rank_on(layer)

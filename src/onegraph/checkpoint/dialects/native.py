@@ -109,7 +109,7 @@ def parse(
 
 def record_of(method: Method) -> dict[str, object]:
     """A method as JSON-able values: its registered name and its fields, which may be methods too."""
-    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.name not in method.room}
     return {"method": method.name, **{name: record_of(value) if isinstance(value, Method) else value for name, value in values.items()}}
 
 
