@@ -19,7 +19,7 @@ from onegraph import load, save
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.errors import CheckpointError
-from onegraph.methods import BOFT, HRA, IA3, BitFit, Dense, LoRA, NormTuning
+from onegraph.methods import BOFT, HRA, IA3, BitFit, Dense, LoRA, Method, NormTuning, WithBias
 
 # PEFT warns of what it adjusts, of saved embeddings and of projections that it leaves out.
 pytestmark = [
@@ -537,6 +537,9 @@ OTHER_LAYERS: dict[str, Case] = {
     "vera": Case(peft.VeraConfig, {"target_modules": ["turned"], "r": 4}),
     "vblora": Case(peft.VBLoRAConfig, {"target_modules": ["turned"], "num_vectors": 6, "vector_length": 4}),
     "lora-and-turned": Case(peft.LoraConfig, {"target_modules": ["first"], "modules_to_save": ["turned"]}),
+    "lora-and-attention": Case(peft.LoraConfig, {"target_modules": ["turned"], "modules_to_save": ["first"]}),
+    "attention-biases": Case(peft.LoraConfig, {"target_modules": ["first"], "bias": "all"}, change=biased),
+    "attention-own-biases": Case(peft.LoraConfig, {"target_modules": ["first"], "bias": "lora_only"}, change=biased),
 }
 
 
@@ -559,6 +562,21 @@ def test_attentions_and_transposed_layers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(second[key], first[key], rtol=1e-6, atol=1e-6, msg=key)
     configs = [config_of(tmp_path / side) for side in ("theirs", "ours")]
     assert configs[0].get("fan_in_fan_out") == configs[1].get("fan_in_fan_out")
+
+
+@pytest.mark.parametrize("method", [Dense(), BitFit(), WithBias(inner=LoRA(rank=2))], ids=lambda method: method.name)
+def test_an_attention_trained_whole_or_its_biases(tmp_path: Path, method: Method) -> None:
+    """PEFT never trains the bias of the input projections; it takes one from a file all the same."""
+    projections = ["first", "first.out_proj"]
+    ours = attach(attention(), LoRA(rank=2), targets=["turned"], also=dict.fromkeys(projections, method))
+    for value in ours.parameters().values():
+        value.data += torch.linspace(-0.5, 0.5, value.numel()).view_as(value)
+    x = torch.randn(2, 5, 8)
+    wanted = ours.model(x).detach()
+    assert (wanted - attention()(x)).abs().max() > 1e-2
+    save(ours, tmp_path / "a", format="peft")
+    for again in (peft.PeftModel.from_pretrained(attention(), tmp_path / "a").eval(), load(attention(), tmp_path / "a").model):
+        torch.testing.assert_close(again(x).detach(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_of_the_base_are_not_compared_with_merged_ones(tmp_path: Path) -> None:

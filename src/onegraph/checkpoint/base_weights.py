@@ -72,16 +72,17 @@ def tuned_layers(
             trained.add(path)
             changed.setdefault(path, {})[leaf] = tensor
         elif not _equal(own.detach().cpu(), tensor):
-            if leaf in module._parameters and (path not in adapted or leaf == _BIAS):
+            if leaf in module._parameters and (path not in adapted or _names(module).get(leaf) == _BIAS):
                 changed.setdefault(path, {})[leaf] = tensor
             else:
                 problems.append(name)
     found = Tuned({}, {})
     by_path = dict(modules.values())
     for path, tensors in changed.items():
-        layer = describe_any(by_path[path])
-        method = None if layer is None else _method_for(layer, tensors, path in trained, adapted.get(path))
-        if layer is None or method is None or not tensors.keys() <= layer.tensor_shapes().keys():
+        layer, names = describe_any(by_path[path]), _names(by_path[path])
+        fits = layer is not None and tensors.keys() <= names.keys()
+        method = _method_for(layer, map(names.__getitem__, tensors), path in trained, adapted.get(path)) if layer and fits else None
+        if layer is None or method is None:
             problems += [f"{path}.{leaf}" for leaf in tensors]
             continue
         found.methods[path] = method
@@ -91,7 +92,7 @@ def tuned_layers(
         assert layer is not None  # a method was checked on it
         weight = rewrite(layer.base_tensors(by_path[path])["weight"].detach().float())
         found.methods[path] = Dense()
-        found.tensors[path] = _differences(layer, by_path[path], {"weight": layer.stored(weight)}, Dense())
+        found.tensors[path] = _differences(layer, by_path[path], {layer.attribute("weight"): layer.stored(weight)}, Dense())
     if problems:
         raise CheckpointError(
             f"{file.path} changes {len(problems)} weights of the base model that can't be changed by an adapter here.",
@@ -104,6 +105,12 @@ def tuned_layers(
 
 def _plain(module: nn.Module) -> nn.Module:
     return module.base_layer if isinstance(module, Adapted) else module
+
+
+def _names(module: nn.Module) -> dict[str, str]:
+    """What a module calls a tensor -> what its description does: ``in_proj_weight`` of an attention is its ``weight``."""
+    layer = describe_any(module)
+    return {} if layer is None else {layer.attribute(name): name for name in layer.tensor_shapes()}
 
 
 def _equal(own: Tensor, saved: Tensor) -> bool:
@@ -202,18 +209,19 @@ def without_bias(method: Method) -> Method:
 
 
 def _full(found: Contents, path: str) -> dict[str, Tensor]:
-    """A layer's own tensors with the adapter's differences in them, as the layer stores them."""
+    """A layer's own tensors with the adapter's differences in them, as the layer names and stores them."""
     layer, method = found.layers[path], found.methods[path]
     strength = method.settings(layer)[_SCALE]
     p = {**found.tensors[path], _SCALE: torch.tensor(strength, device=next(iter(found.tensors[path].values())).device)}
     if isinstance(method, WithBias):
-        bias = found.modules[path].bias
-        assert isinstance(bias, Tensor)  # a layer without one takes no such method
-        return {_BIAS: (bias.detach() + p[_BIAS_CHANGE] * p[_SCALE]).to(bias.dtype)}
+        bias = layer.base_tensors(found.modules[path])[_BIAS]  # a layer without one takes no such method
+        return {layer.attribute(_BIAS): (bias.detach() + p[_BIAS_CHANGE] * p[_SCALE]).to(bias.dtype)}
     base = layer.base_tensors(found.modules[path])
     precise = {name: value.detach().to(torch.promote_types(value.dtype, torch.float32)) for name, value in base.items()}
     adapted = {name: value.to(base[name].dtype) for name, value in method.adapt_tensors(precise, p, layer).items()}
-    return {name: layer.stored(value) if name == "weight" or layer.kind == "norm" else value for name, value in adapted.items()}
+    return {
+        layer.attribute(name): layer.stored(value) if name == "weight" or layer.kind == "norm" else value for name, value in adapted.items()
+    }
 
 
 class _State:
@@ -242,12 +250,22 @@ class _State:
         return {f"{other}.{name}": value for other in inside for name, value in self.own(other).items()}
 
     def biases(self, adapted: set[str], *, everywhere: bool) -> dict[str, Tensor]:
-        """Every bias of the model, as ``bias="all"`` saves them, or of the adapted layers."""
-        return {
-            f"{path}.{'base_layer.' if path in adapted else ''}{_BIAS}": own[_BIAS]
-            for path in (self.modules if everywhere else sorted(adapted))
-            if _BIAS in (own := self.own(path))
-        }
+        """Every bias of the model, as ``bias="all"`` saves them, or of the adapted layers; further ones where they are trained."""
+        found: dict[str, Tensor] = {}
+        for path in self.modules if everywhere else sorted(adapted):
+            own, trained = self.own(path), self.full.get(path, {})
+            for leaf, name in {_BIAS: _BIAS, **_names(self.modules[path])}.items():
+                if name == _BIAS and leaf in own and (leaf == _BIAS or leaf in trained):
+                    found[f"{_placed(path, adapted)}.{leaf}"] = own[leaf]
+        return found
+
+
+def _placed(path: str, adapted: set[str]) -> str:
+    """Where PEFT hangs a module: below its adapted layer; the output projection of an attention below both."""
+    if path not in adapted:
+        return path
+    outer, _, leaf = path.rpartition(".")
+    return f"{outer}.base_layer.{leaf}.base_layer" if outer in adapted else f"{path}.base_layer"
 
 
 def _entries(given: object, dense: set[str], state: _State, adapted: set[str]) -> list[str]:
@@ -258,7 +276,10 @@ def _entries(given: object, dense: set[str], state: _State, adapted: set[str]) -
     """
     entries = [str(entry) for entry in given] if isinstance(given, list) else []
     named = state.ending_in(entries)
-    entries += sorted(path for path in dense if not any(path == outer or path.startswith(f"{outer}.") for outer in named))
+    for path in sorted(dense):  # a module before those in it, which PEFT saves with it
+        if not any(path == outer or path.startswith(f"{outer}.") for outer in named):
+            entries.append(path)
+            named.append(path)
     taken = sorted(path for outer in state.ending_in(entries) for path in adapted if path == outer or path.startswith(f"{outer}."))
     if taken:
         raise CheckpointError(

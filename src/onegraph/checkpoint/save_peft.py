@@ -124,7 +124,9 @@ def peft_config_of(
     targets = targets_of(methods, everywhere)
     own: dict[str, object] = {"target_modules": targets, **whole.fields}
     if "fan_in_fan_out" in form.fields:
-        own["fan_in_fan_out"] = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
+        # PEFT finds out by itself where a layer is turned round, but not that an attention isn't.
+        turned = any(isinstance(layer, LinearLayer) and layer.transposed for layer in layers.values())
+        own["fan_in_fan_out"] = turned and not any(isinstance(layer, AttentionLayer) for layer in layers.values())
     own |= form.config(Written(methods, layers, targets, given))
     return form, {**form.defaults, **own, **given}, whole
 
