@@ -257,10 +257,11 @@ def test_accelerates_names_do_too() -> None:
     ("text", "words"),
     [
         ("[run]\nsed = 3\n", "[run] in {path} has an unknown field 'sed'|did you mean seed?"),
+        ("[run]\nx = 3\n", "it has max_train_steps, "),
         ("[dta]\ntrain = 'a'\n", "there is no table [dta]|did you mean [data]?"),
         ("seed = 3\n", "seed stands in no table|it belongs under [run]"),
         ("run = 3\n", "run is a table"),
-        ("[run]\nseed = 'a'\n", "[run] in {path}.seed is 'a'"),
+        ("[run]\nseed = 'a'\n", "seed in [run] in {path} is 'a'"),
         ("[run\n", "is not TOML"),
     ],
 )
@@ -315,6 +316,7 @@ def test_every_flag_names_a_setting_and_the_help_lists_it(capsys: pytest.Capture
         (["--method-arguments", "rnk=3"], "settings-file", "did you mean rank?"),
         (["--method-arguments", "rank=0"], "rank", "rank"),
         (["--targets", "q_prj"], "no-target-matched", "q_proj"),
+        (["--method", "vblora"], "no-target-matched", "vblora with these fields can take none of the linear layers"),
         (["--model", "nowhere/at/all"], "language-model", "There is no folder"),
         (["--model", "none.gguf"], "language-model", "There is no none.gguf"),
         (["--validation-share", "0.99"], "nothing-to-learn", "leaves nothing to learn"),

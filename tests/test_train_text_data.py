@@ -98,12 +98,15 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
         ("rows.txt", b"{}", "ends in .txt"),
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "rows.jsonl:2: not UTF-8"),
         ("row.jsonl", b"", "did you mean"),
+        ("x" * 250 + ".jsonl", b"", "is no name of a file"),
+        ("", b"", "'' is no name of a file"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, name: str, content: bytes, words: str) -> None:
-    (tmp_path / name).write_bytes(content)
+    if 0 < len(name) < 255:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
-        read_rows([str(tmp_path / ("rows.jsonl" if name == "row.jsonl" else name))], "data.train")
+        read_rows([str(tmp_path / ("rows.jsonl" if name == "row.jsonl" else name)) if name else ""], "data.train")
     assert caught.value.code == "text-file"
     assert words in str(caught.value)
 
@@ -245,6 +248,11 @@ def test_packed_rows_hold_each_document_once_and_nearly_fill() -> None:
     assert sorted(number for row in rows for number in row) == list(range(300))
     assert all(sum(lengths[number] for number in row) <= 63 for row in rows)
     assert len(rows) <= sum(lengths) / 63 * 1.05 + 1
+
+
+def test_a_large_limit_makes_no_wider_rows() -> None:
+    assert choose_widths([3, 5, 8, 30, 31], 2, 10**6) == choose_widths([3, 5, 8, 30, 31], 2, 64) == [8, 32]
+    assert choose_widths([3], 1, 10**20) == [8]
 
 
 @pytest.mark.parametrize("num_widths", [1, 2, 3])

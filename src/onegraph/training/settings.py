@@ -142,7 +142,7 @@ def read_settings(kind: type[T], tree: object, path: str = "settings") -> T:
     for name, value in tree.items():
         if name not in hints:
             near = nearest(str(name), hints)
-            hint = f"did you mean {near[0]}?" if near else "the file may be of another version of onegraph"
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(hints)}; a file may be of another version of onegraph"
             raise ConfigurationError(f"{path} has an unknown field {name!r}", hint=hint, code="settings-file")
         hint_type = hints[name]
         if dataclasses.is_dataclass(hint_type):
@@ -150,7 +150,7 @@ def read_settings(kind: type[T], tree: object, path: str = "settings") -> T:
             continue
         value = tuple(value) if isinstance(value, list) else value
         if not _fits(value, hint_type):
-            raise ConfigurationError(f"{path}.{name} is {value!r}, which is not {_type_text(hint_type)}", code="settings-file")
+            raise ConfigurationError(f"{name} in {path} is {value!r}, which is not {_type_text(hint_type)}", code="settings-file")
         values[name] = value
     return kind(**values)
 

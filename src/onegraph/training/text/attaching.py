@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from onegraph.adapters import Adapters, attach
-from onegraph.errors import ConfigurationError
+from onegraph.errors import ConfigurationError, TargetError
 from onegraph.layers import describe
 from onegraph.methods import METHODS, Method
 from onegraph.training.settings import parse_arguments, read_settings
@@ -62,4 +62,13 @@ def _all_of(model: PreTrainedModel, method: Method) -> Callable[[str, nn.Module]
         layer = describe(module) if module is not head else None
         return layer is not None and layer.kind == kind and next(module.children(), None) is None and method.check(layer) is None
 
+    if not any(wanted(path, module) for path, module in model.named_modules()):
+        found = ((path, layer) for path, module in model.named_modules() if module is not head and (layer := describe(module)) is not None)
+        reasons = [f"{path}: {problem}" for path, layer in found if layer.kind == kind and (problem := method.check(layer)) is not None]
+        raise TargetError(
+            f"{method.name} with these fields can take none of the {kind} layers of this {type(model).__name__}",
+            why=reasons[0] if reasons else f"It has no {kind} layer beside its output head.",
+            hint="other fields of the method (--method-arguments), or method.targets (--targets)",
+            code="no-target-matched",
+        )
     return wanted

@@ -55,6 +55,7 @@ def choose_widths(lengths: Sequence[int], num_widths: int, limit: int) -> list[i
         >>> choose_widths([3, 5, 8, 30, 31], 2, 64)
         [8, 32]
     """
+    limit = min(limit, -(-max(lengths) // _STEP) * _STEP)  # a limit far above all documents makes no coarser steps
     step = max(_STEP, -(-limit // (_MOST_CANDIDATES * _STEP)) * _STEP)
     rounded = numpy.minimum(-(-numpy.asarray(lengths) // step) * step, limit)
     candidates, counts = numpy.unique(rounded, return_counts=True)

@@ -15,6 +15,7 @@ ENDINGS = (".jsonl", ".json")
 FIELDS = ("messages", "prompt", "completion", "text", "tools")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SHOWN = 10
+_LONGEST_NAME = 255  # bytes that a file system takes
 _FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, '
     '{"prompt": "...", "completion": "..."} or {"text": "..."}'
@@ -101,6 +102,8 @@ def find_files(sources: Sequence[str], label: str) -> list[Path]:
     found: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
+        if not source.strip() or len(path.name.encode()) > _LONGEST_NAME:
+            raise DataError(f"{label}: {_short(source)!r} is no name of a file or folder.", hint="check the path", code="text-file")
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
             if not inside:
@@ -172,7 +175,7 @@ def _half_character(row: object, text: str) -> str | None:
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        return f"{ascii(error.object[error.start])} is half a character: the other half of the pair is missing"
+        return f"{error.object[error.start]!a} is half a character: the other half of the pair is missing"
     return None
 
 
