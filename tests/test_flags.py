@@ -475,9 +475,9 @@ def test_json_round_trip() -> None:
     [
         ("no json", "not JSON"),
         ('{"run": {"sed": 1}}', "'sed'"),
-        ('{"run": {"seed": "x"}}', "settings.run.seed is 'x'"),
+        ('{"run": {"seed": "x"}}', "seed in settings.run is 'x'"),
         ('{"run": 3}', "settings.run"),
-        ('{"data": {"resolution": [1]}}', "settings.data.resolution"),
+        ('{"data": {"resolution": [1]}}', "resolution in settings.data"),
     ],
 )
 def test_json_that_does_not_fit(text: str, words: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import onegraph
@@ -333,6 +335,16 @@ def test_what_is_refused_before_the_first_step(
     assert f"[{code}]" in error
     assert words in error
     assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_a_model_whose_files_lack_weights_is_refused(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = Path(shutil.copytree(model, tmp_path / "cut"))
+    held = load_file(cut / "model.safetensors")
+    held.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(held, cut / "model.safetensors", metadata={"format": "pt"})
+    assert train(flags(cut, rows, tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert "has no weights for 1 tensors of LlamaForCausalLM: model.layers.1.mlp.up_proj.weight" in error
 
 
 def test_every_setting_is_in_the_document(root: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -31,7 +33,7 @@ from onegraph.training.text.batches import IGNORED, Batch, Batches
 from onegraph.training.text.configuration import DataSettings
 from onegraph.training.text.encoding import Document, Encoded, encode
 from onegraph.training.text.layout import choose_widths, pack
-from onegraph.training.text.recipe import Recipe, require_separate_documents
+from onegraph.training.text.recipe import Recipe, require_looking_back, require_separate_documents
 from onegraph.training.text.records import read_rows
 from tiny_text import CHATML, chat, tiny_llama, tokenizer_of_bytes, write_rows
 
@@ -200,6 +202,8 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template refuses this conversation: users only") as caught:
         encoded(tmp_path, chat("a", "b"), template="{{ raise_exception('users only') }}")
     assert caught.value.code == "chat-template"
+    with pytest.raises(DataError, match="refuses this conversation: division by zero"):
+        encoded(tmp_path, chat("a", "b"), template="{{ 1 / 0 }}")
 
 
 def test_nothing_of_the_assistant(tmp_path: Path) -> None:
@@ -400,6 +404,19 @@ def _rows_of(made: Batches, batch: Batch) -> list[tuple[int, ...]]:
     numbers = [int(place.removeprefix("row ")) for place in batch["places"]]
     rows = [row.documents for row in made._rows]
     return [row for row in rows if set(row) <= set(numbers)]
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    for decoder in (True, False):
+        recipe = Recipe(model=BertLMHeadModel(BertConfig(**sizes, is_decoder=decoder)), device=torch.device("cpu"))
+        if decoder:
+            require_looking_back(recipe, 259)
+            continue
+        with pytest.raises(ModelFileError, match="sees the token that it is to predict") as caught:
+            require_looking_back(recipe, 259)
+        assert caught.value.code == "looks-ahead"
 
 
 def test_a_model_that_mixes_documents_is_refused() -> None:

@@ -80,9 +80,17 @@ def load_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, dtyp
     """
     name, where = _place(settings.path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where)
+        model, said = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **where)
     except Exception as error:  # as above
         raise _unreadable("language model", settings.path, error) from error
+    if missing := sorted(map(str, said["missing_keys"])):
+        raise ModelFileError(
+            f"{settings.path} has no weights for {len(missing)} tensors of {type(model).__name__}:"
+            f" {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}.",
+            why="transformers fills such tensors with random numbers, and an adapter would be trained on those.",
+            hint="a whole language model: the files are cut off, or of a model with another head",
+            code="language-model",
+        )
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     if len(tokenizer) > rows:

@@ -108,8 +108,12 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, settin
     if not documents:
         raise DataError(
             f"None of {len(records)} rows has anything to learn.",
-            why=f"{num_long} are longer than max_length={settings.max_length}, and what is left of them is prompt.",
-            hint="a larger max_length",
+            why=f"{num_long} are longer than max_length={settings.max_length}, and what is left of them is prompt."
+            if num_long
+            else "As they are written out, no token of them is what the assistant said.",
+            hint="a larger max_length"
+            if num_long
+            else 'look at the chat template; data.train_on = "all" (--train-on all) learns every token',
             code="nothing-to-learn",
         )
     return Encoded(documents=documents, num_rows=len(records), num_long=num_long, num_left_out=num_left_out, long=settings.long)

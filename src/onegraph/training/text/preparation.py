@@ -24,7 +24,7 @@ from onegraph.training.text.configuration import DEFAULT_EPOCHS
 from onegraph.training.text.encoding import Encoded
 from onegraph.training.text.groundwork import FREEDOM, Groundwork, Say, settings_record
 from onegraph.training.text.loop import Evaluations, Training
-from onegraph.training.text.recipe import Recipe, require_separate_documents
+from onegraph.training.text.recipe import Recipe, require_looking_back, require_separate_documents
 from onegraph.training.text.saving import AdapterWriter, SavePlan
 from onegraph.training.warm_up import Loss, Subject, WarmUp, warm_up
 
@@ -81,6 +81,7 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     num_parameters = sum(value.numel() for value in parameters.values())
     say(f"adapter: {configuration.method.name} on {len(adapters.layers)} layers, {num_parameters:,} parameters")
     recipe = Recipe(model=model, device=launch.device, precision=launch.precision)
+    require_looking_back(recipe, len(ground.tokenizer))
     if configuration.data.packing:
         require_separate_documents(recipe, len(ground.tokenizer))
     batches = _batches(ground, ground.train, base, seed=ground.seed)

@@ -95,6 +95,38 @@ class Recipe:
 
 
 @torch.no_grad()
+def require_looking_back(recipe: Recipe, vocabulary: int) -> None:
+    """Runs two short texts that differ in their last token: what stands before it must not notice.
+
+    Raises:
+        ModelFileError: ``looks-ahead``: a model that sees the token it is to predict.
+    """
+    ids = torch.randint(0, vocabulary, (1, _CHECKED_LENGTH), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % vocabulary
+    was_training = recipe.model.training
+    recipe.model.eval()
+    try:
+        with eager():
+            one, another = (recipe.logits(_bare(each))[:, :-1].float() for each in (ids, other))
+    finally:
+        recipe.model.train(was_training)
+    difference = float((one - another).norm() / one.norm())
+    if difference > _tolerance(recipe):
+        raise ModelFileError(
+            f"{type(recipe.model).__name__} sees the token that it is to predict: another last token changes what it says before by"
+            f" {difference:.1%}.",
+            why="Its attention looks ahead. The loss would fall to nothing, and nothing would be learnt that generates text.",
+            hint="a language model that looks back only; for models such as BERT, is_decoder = true in config.json makes it one",
+            code="looks-ahead",
+        )
+
+
+def _tolerance(recipe: Recipe) -> float:
+    return max(_SEEN, 4 * torch.finfo(recipe.precision).eps)
+
+
+@torch.no_grad()
 def require_separate_documents(recipe: Recipe, vocabulary: int) -> None:
     """Runs two short documents packed and alone: the second must not notice the first.
 
@@ -115,8 +147,7 @@ def require_separate_documents(recipe: Recipe, vocabulary: int) -> None:
     finally:
         recipe.model.train(was_training)
     difference = (packed[:, _CHECKED_LENGTH:] - alone).float().norm() / alone.float().norm()
-    tolerance = max(_SEEN, 4 * torch.finfo(recipe.precision).eps)
-    if not float(difference) <= tolerance:
+    if not float(difference) <= _tolerance(recipe):
         raise _leaks(recipe, f"the second one's output changes by {float(difference):.1%}")
 
 
@@ -129,7 +160,8 @@ def _leaks(recipe: Recipe, what: str) -> ModelFileError:
     )
 
 
-def _bare(ids: Tensor, positions: Tensor) -> Batch:
-    return Batch(
-        input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=positions, num_trained=0, num_trained_by_all=0, places=()
-    )
+def _bare(ids: Tensor, positions: Tensor | None = None) -> Batch:
+    batch = Batch(input_ids=ids, labels=torch.full_like(ids, IGNORED), num_trained=0, num_trained_by_all=0, places=())
+    if positions is not None:
+        batch["position_ids"] = positions
+    return batch
