@@ -79,8 +79,9 @@ def load_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, dtyp
         ModelFileError: ``language-model``; ``tokenizer``: it has tokens that the model has no embedding for.
     """
     name, where = _place(settings.path)
+    read: Any = AutoModelForCausalLM.from_pretrained  # its annotation doesn't know that it tells what it found, too
     try:
-        model, said = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **where)
+        model, said = read(name, dtype=dtype, output_loading_info=True, **where)
     except Exception as error:  # as above
         raise _unreadable("language model", settings.path, error) from error
     if missing := sorted(map(str, said["missing_keys"])):
