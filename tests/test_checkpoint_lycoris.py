@@ -57,6 +57,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear_long": (lambda: nn.Linear(6, 160), (4, 6)),
     "conv": (lambda: nn.Conv2d(4, 8, 3, padding=1, stride=2), (2, 4, 5, 5)),
     "pointwise": (lambda: nn.Conv2d(8, 12, 1), (2, 8, 3, 3)),
+    "line": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 5)),
     "norm": (lambda: nn.LayerNorm(8), (3, 8)),
     "group_norm": (lambda: nn.GroupNorm(2, 8), (2, 8, 3, 3)),
 }
@@ -121,6 +122,9 @@ CASES: dict[str, Case] = {
         LokrModule, {"lora_dim": 1, "alpha": 2.0, "decompose_both": True}, LoKr(rank=1, alpha=2.0, decompose_both=True), ("linear_long",)
     ),
     "lokr-full": Case(LokrModule, {"lora_dim": 100, "alpha": 3.0}, LoKr(rank=100, alpha=100.0)),
+    "lokr-full-line": Case(
+        LokrModule, {"lora_dim": 100, "alpha": 3.0}, LoKr(rank=3, first_form="full", second_form="factorised"), ("line",)
+    ),
     "lokr-tucker": Case(
         LokrModule, {"lora_dim": 1, "alpha": 2.0, "use_tucker": True}, LoKr(rank=1, alpha=2.0, effective_conv=True), ("conv",), loads=False
     ),
@@ -307,6 +311,9 @@ def test_blocks_of_one_feature_change_nothing_or_are_a_gain(tmp_path: Path) -> N
     other = {f"{key('conv')}.{end}": value for end, value in {"diff": torch.ones(8, 4, 3, 3)}.items()}
     save_file({**blocks, **other}, tmp_path / "a.safetensors")
     assert list(load(model(), tmp_path / "a.safetensors").layers) == ["mid_block.conv"]
+    save_file(blocks, tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match="nothing that changes a layer"):
+        load(model(), tmp_path / "c.safetensors")
     save_file({**blocks, f"{name}.rescale": torch.full((8, 1), 2.0)}, tmp_path / "b.safetensors")
     ours, plain = model(), model()
     load(ours, tmp_path / "b.safetensors")
@@ -476,6 +483,22 @@ def test_two_whole_matrices_keep_their_strength(tmp_path: Path) -> None:
     module = make_module(*get_module(state, key("linear")), key("linear"), theirs.mid_block["linear"])  # type: ignore[index]
     module.apply_to()
     torch.testing.assert_close(run(theirs, "linear"), run(adapters.model, "linear"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("effective", [False, True])
+@pytest.mark.parametrize("layer", ["conv", "line", "linear"])
+def test_factors_of_a_high_rank_are_written_whole(layer: str, effective: bool, tmp_path: Path) -> None:
+    """LyCORIS has no factors of a rank as large as half a side: its loader would find no place for them."""
+    ours = on(layer, LoKr(rank=7, alpha=3.0, first_form="factorised", second_form="factorised", effective_conv=effective))
+    save(ours, tmp_path / "a.safetensors", format="lycoris")
+    state, whole = load_file(tmp_path / "a.safetensors"), model()
+    base = whole.mid_block[layer]  # type: ignore[index]
+    kind, values = get_module(state, key(layer))
+    make_module(kind, values, key(layer), base).eval().apply_to()
+    torch.testing.assert_close(run(whole, layer), run(ours.model, layer), rtol=1e-5, atol=1e-5)
+    again = model()
+    load(again, tmp_path / "a.safetensors")
+    torch.testing.assert_close(run(again, layer), run(ours.model, layer), rtol=1e-5, atol=1e-5)
 
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:

@@ -110,6 +110,13 @@ def parse(tensors: Mapping[str, Tensor], path: Path) -> Parsed:
             parsed.methods.setdefault(prefix, {})[module], weights = found
             parsed.parts.setdefault(prefix, {})[module] = weights
     _raise(path, unknown, refused, incomplete, shapes)
+    if not parsed.parts:
+        raise CheckpointError(
+            f"{path} holds nothing that changes a layer.",
+            why=f"All of its {len(modules)} modules rotate blocks of one feature: a prime number of features has no other ones.",
+            hint="Adapt layers of another size, or train another method.",
+            code="adapter-unsupported",
+        )
     return parsed
 
 

@@ -12,6 +12,7 @@ from onegraph.checkpoint.dialects import lycoris_rotations as rotations
 from onegraph.checkpoint.dialects.lycoris_form import Form, Read, ShapeError, UnsupportedError, Writer
 from onegraph.layers import Layer
 from onegraph.methods import BOFT, IA3, OFT, BitFit, Dense, DoRA, LoHa, LoKr, LoRA, Method, NormTuning
+from onegraph.methods.factorise import with_core
 from onegraph.methods.lokr import FACTORISED, FULL
 
 _UP, _DOWN, _MID, _DORA = "lora_up.weight", "lora_down.weight", "lora_mid.weight", "dora_scale"
@@ -99,8 +100,12 @@ def _read_lokr(read: Read) -> tuple[Method, dict[str, Tensor]]:
     cored = "second_core" in tensors
     if cored:
         tensors["second_up"] = tensors["second_up"].t()  # beside a core (R, K)
-    if tensors.get("second", tensors["first"] if "first" in tensors else tensors["first_up"]).dim() == 3:
-        raise UnsupportedError("LoKr with a whole second matrix on a Conv1d")
+    alpha = read.alpha
+    if any(tensors[name].dim() != 2 for name in tensors.keys() & {"first", "first_up", "first_down"}):
+        raise ShapeError(f"its first matrix has no two axes: {_shapes(read.tensors)}")
+    if "second" in tensors and tensors["second"].dim() == 3:
+        tensors, alpha = _without_kernel(tensors, alpha), None
+        forms = {"first": FULL, "second": FACTORISED}
     ranks = {tensors[name].shape[0] for name in ("first_down", "second_down") if name in tensors}
     ranks |= {tensors[name].shape[-1] for name in ("first_up", "second_up") if name in tensors}
     if len(ranks) > 1:
@@ -108,7 +113,7 @@ def _read_lokr(read: Read) -> tuple[Method, dict[str, Tensor]]:
     rows, columns = tensors["first"].shape if "first" in tensors else (tensors["first_up"].shape[0], tensors["first_down"].shape[1])
     if ranks:
         rank = ranks.pop()
-        alpha = float(rank) if read.alpha is None else read.alpha
+        alpha = float(rank) if alpha is None else alpha
     else:  # two whole matrices: their strength is 1 whatever alpha says, which is the rank that training was asked for
         rank = int(read.alpha) if read.alpha is not None and read.alpha >= 1 and read.alpha.is_integer() else 1
         alpha = float(rank)
@@ -124,10 +129,24 @@ def _read_lokr(read: Read) -> tuple[Method, dict[str, Tensor]]:
     return method, tensors
 
 
+def _without_kernel(tensors: dict[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
+    """On a Conv1d a whole second matrix is PEFT's other product here; theirs is two factors, one of them 1, of the strength 1."""
+    found = {name: value for name, value in tensors.items() if name == "first"}
+    if not found:
+        up, down = tensors["first_up"].float(), tensors["first_down"].float()
+        if down.shape[0] != up.shape[1]:
+            raise ShapeError(f"its factors don't share a rank: {_shapes(tensors)}")
+        found["first"] = up @ down * (1.0 if alpha is None else alpha / down.shape[0])
+    second = tensors["second"].flatten(1)
+    one = torch.eye(min(second.shape), dtype=second.dtype)
+    up, down = (one, second) if len(one) == len(second) else (second, one)
+    return {**found, "second_up": up, "second_down": down}
+
+
 def _write_lokr(method: LoKr, tensors: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:
-    ours = dict(tensors)
-    if "second" in ours and len(layer.kernel_size) == 1:
+    if "second" in tensors and len(layer.kernel_size) == 1:
         raise UnsupportedError("a whole second matrix on a Conv1d stands for another product in them")
+    ours = _factors_of_lycoris(tensors, layer)
     if "second_core" in ours:
         ours["second_up"] = ours["second_up"].t()
     alpha = method.alpha
@@ -136,6 +155,23 @@ def _write_lokr(method: LoKr, tensors: Mapping[str, Tensor], layer: Layer) -> di
         if method.scale != 1.0:
             ours["first"] = ours["first"] * method.scale
     return {**{name: ours[own] for name, own in _LOKR.items() if own in ours}, **_alpha(alpha, tensors)}
+
+
+def _factors_of_lycoris(tensors: Mapping[str, Tensor], layer: Layer) -> dict[str, Tensor]:
+    """With those factors multiplied that LyCORIS doesn't look for: of a rank as large as half a side, or beside a whole second matrix."""
+    found = dict(tensors)
+    if "second" not in found:
+        up, down, core = found["second_up"], found["second_down"], found.get("second_core")
+        points = math.prod(layer.kernel_size)
+        if 2 * up.shape[1] >= max(up.shape[0], down.shape[1] if core is not None else down.shape[1] // points):
+            whole = up @ (down if core is None else with_core(core, down))
+            found = {name: value for name, value in found.items() if not name.startswith("second")}
+            found["second"] = whole.reshape(len(whole), -1, *layer.kernel_size)
+    if "first" not in found:
+        up, down = found["first_up"], found["first_down"]
+        if "second" in found or 2 * up.shape[1] >= max(up.shape[0], down.shape[1]):
+            found = {name: value for name, value in found.items() if not name.startswith("first")} | {"first": up @ down}
+    return found
 
 
 def _read_difference(read: Read) -> tuple[Method, dict[str, Tensor]]:
