@@ -385,6 +385,44 @@ def test_other_families_train_evaluate_and_resume(family: str, tmp_path: Path) -
     assert losses(again) == losses(whole)
 
 
+@pytest.mark.parametrize("adapted", [attached, through_peft])
+def test_generating_while_it_evaluates(adapted: Adapt, tmp_path: Path) -> None:
+    """Seq2SeqTrainer: the same texts and losses as uncompiled; generating adds no graph, whatever the lengths."""
+
+    def put(model: Any) -> Any:
+        torch.manual_seed(1)
+        if adapted is attached:
+            return og.attach(model, og.LoRA(rank=2), targets=["q", "v"]).model
+        return ours.get_peft_model(model, ours.LoraConfig(r=2, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM"))
+
+    found = []
+    for compiled in (False, True):
+        options = {"torch_compile": compiled, "torch_compile_backend": "eager" if compiled else None}
+        settings = {**vars(arguments(tmp_path)), **options}
+        chosen = {name: settings[name] for name in ("max_steps", "learning_rate", "report_to", "use_cpu", "disable_tqdm", *options)}
+        trainer = transformers.Seq2SeqTrainer(
+            put(t5()),
+            transformers.Seq2SeqTrainingArguments(
+                str(tmp_path), predict_with_generate=True, generation_max_length=12, save_strategy="no", eval_strategy="epoch", **chosen
+            ),
+            train_dataset=rows(8),
+            eval_dataset=rows(8, lambda row: 5 + row, seed=5),
+            data_collator=padded,
+        )
+        with Watch() as watch:
+            trainer.train()
+        trained = watch.graphs
+        with Watch() as watch:
+            for length in (6, 9, 12):
+                result = trainer.predict(rows(4, lambda row, length=length: length - row % 3, seed=6), max_length=length)
+        found.append((losses(trainer), result.predictions.tolist(), result.metrics["test_loss"]))
+        assert watch.graphs == 0, watch.compilations
+    assert 0 < trained <= 3
+    assert found[0][1] == found[1][1]
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][2] == pytest.approx(found[1][2])
+
+
 def test_a_model_that_is_not_of_transformers_saves_adapters_only(tmp_path: Path) -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

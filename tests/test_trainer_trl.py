@@ -154,3 +154,113 @@ def test_a_quantised_model_trains_and_what_is_saved_is_what_was_trained(way: str
     path = next(path for path, own in og.adapters_of(trainer.model).layers.items() if own is layer)
     assert torch.equal(after[f"{path}.up"], layer._parameters["up"].detach())
     assert after[f"{path}.up"].dtype == torch.float32
+
+
+# Trainers that compare with a reference, or that learn rewards
+
+
+def pairs() -> Any:
+    rows = [("one graph", "for every adapter", "is data"), ("every adapter", "is data", "that a graph reads")] * 4
+    return [{"prompt": prompt, "chosen": f" {good}", "rejected": f" {bad}"} for prompt, good, bad in rows]
+
+
+def judged() -> Any:
+    return [{"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)} for number, row in enumerate(pairs())]
+
+
+def prompts() -> Any:
+    return [{"prompt": row["prompt"]} for row in pairs()]
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+_GENERATING = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
+TRAINERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "DPO": (pairs, {}, {}),
+    "KTO": (judged, {}, {}),
+    "GRPO": (prompts, _GENERATING, {"reward_funcs": lengths}),
+    "RLOO": (prompts, _GENERATING, {"reward_funcs": lengths}),
+    "Reward": (lambda: [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in pairs()], {}, {}),
+}
+
+
+def trainer_of(name: str, model: Any, folder: Path, *, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    rows, own, given = TRAINERS[name]
+    chosen = {**vars(settings(folder))}
+    fields = ("max_steps", "per_device_train_batch_size", "logging_steps", "learning_rate", "save_strategy", "report_to", "use_cpu", "bf16")
+    arguments = {field: chosen[field] for field in fields} | {"disable_tqdm": True, **own, **(options or {})}
+    config = getattr(trl, f"{name}Config")(str(folder), **arguments)
+    return getattr(trl, f"{name}Trainer")(model, args=config, train_dataset=datasets.Dataset.from_list(rows()), **given, **more)
+
+
+def told(trainer: Any) -> list[dict[str, float]]:
+    """What every step said, without the times."""
+    trainer.train()
+    kept = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen")
+    return [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history if "loss" in entry]
+
+
+def plain(base: str, name: str) -> Any:
+    torch.manual_seed(2)
+    kind = transformers.AutoModelForSequenceClassification if name == "Reward" else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(base, **({"num_labels": 1} if name == "Reward" else {}))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_step_is_that_of_a_model_of_peft(name: str, base: str, tmp_path: Path) -> None:
+    """An adapter that was trained before; where there is a reference, it is a copy of that."""
+    theirs = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+    ours.get_peft_model(plain(base, name), config(init_lora_weights=False, task_type=task)).save_pretrained(tmp_path / "adapter")
+    expected = told(
+        trainer_of(name, theirs.PeftModel.from_pretrained(plain(base, name), tmp_path / "adapter", is_trainable=True), tmp_path)
+    )
+    assert expected[0]["loss"] != expected[-1]["loss"] or name == "RLOO"
+    for options in ({}, COMPILED) if name == "DPO" else (COMPILED,):
+        model = ours.PeftModel.from_pretrained(plain(base, name), tmp_path / "adapter", is_trainable=True)
+        trainer = trainer_of(name, model, tmp_path, options=options)
+        with Watch() as watch:
+            found = told(trainer)
+        assert [pytest.approx(step, rel=1e-3, abs=1e-5) for step in expected] == found
+        assert getattr(trainer, "ref_model", None) is None
+        assert model.active_adapter == "default"
+        assert (0 < watch.graphs <= 3) == bool(options), watch.compilations
+
+
+@pytest.mark.parametrize("way", ["configuration", "attached"])
+def test_the_reference_of_dpo(way: str, base: str, tmp_path: Path) -> None:
+    """Of a new adapter it is the base model, whatever was learnt; of an attached one, what that was before training."""
+    plain_trainer = trainer_of("DPO", plain(base, "DPO"), tmp_path)
+    batch = next(iter(plain_trainer.get_train_dataloader()))
+    expected = plain_trainer.compute_ref_log_probs(plain_trainer.model, batch)
+    if way == "configuration":
+        trainer = trainer_of("DPO", base, tmp_path, peft_config=config(init_lora_weights=False))
+    else:
+        model = plain(base, "DPO")
+        torch.manual_seed(1)
+        og.attach(model, og.LoRA(rank=4), targets=["q_proj", "v_proj"])
+        trainer = trainer_of("DPO", model, tmp_path)
+        assert trainer.model.get_base_model() is model
+        assert trainer.ref_model is None
+    trainer.train()
+    torch.testing.assert_close(trainer.compute_ref_log_probs(trainer.model, batch), expected)
+    with torch.no_grad():
+        trained = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        before = plain_trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert not torch.allclose(trained, before, atol=1e-3), "nothing trained: the test shows nothing"
+
+
+def test_trl_refuses_what_it_would_do_wrong(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(code: str, **more: Any) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            trainer_of("DPO", more.pop("model", base), tmp_path, **more)
+        assert caught.value.code == code
+
+    model = plain(base, "DPO")
+    og.attach(model, og.LoRA(rank=4), targets=["q_proj"], name="mine")
+    refused("trl-adapters", model=model)
+    monkeypatch.setattr("transformers.utils.import_utils.is_peft_available", lambda: False)
+    refused("trl-needs-peft", peft_config=config())

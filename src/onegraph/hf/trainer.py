@@ -213,3 +213,8 @@ class AdapterTrainer(_Trainer):
         generates = getattr(self.args, "predict_with_generate", False) and "transformers.trainer_seq2seq" in sys.modules
         with eager() if generates else contextlib.nullcontext():
             return super().prediction_step(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What TRL's trainers call for the answers that they weigh, uncompiled for the same reason."""
+        with eager():
+            return super()._generate(*args, **kwargs)  # type: ignore[misc]

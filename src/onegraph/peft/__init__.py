@@ -6,7 +6,7 @@ from typing import Any
 
 from onegraph.errors import nearest
 from onegraph.hf.registration import after_import, register
-from onegraph.peft import sft
+from onegraph.peft import sft, trl
 from onegraph.peft.auto import (
     AutoPeftModel,
     AutoPeftModelForCausalLM,
@@ -142,6 +142,8 @@ __all__ = [
 
 register()
 after_import(sft.MODULE, sft.prepare)
+for _module in trl.MODULES:
+    after_import(_module, trl.prepare)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from onegraph.peft.injection import missing_layers
 from onegraph.peft.kinds import PeftType
 from onegraph.peft.mistakes import UsageError, as_value_errors
 from onegraph.peft.rows import RowsOf, check_batch, row_names
-from onegraph.peft.status import LayerStatus, ModelStatus, get_layer_status, get_model_status
+from onegraph.peft.status import LayerStatus, ModelStatus, get_layer_status, get_model_status, numel
 from onegraph.peft.tuner import BaseTuner
 from onegraph.peft.tuners import TUNERS
 
@@ -346,7 +346,7 @@ class PeftModel(TakenForTheirs):
         adapters, names = self.adapters, self.base_model.names()
         tensors = {name: adapters.tensors(name) for name in names.entries}
         true = {id(entry.parameter): tensors[name][entry.path][entry.key].numel() for name, own in names.entries.items() for entry in own}
-        counted = [(true.get(id(parameter), _numel(parameter)), parameter.requires_grad) for _, parameter in self.named_parameters()]
+        counted = [(true.get(id(parameter), numel(parameter)), parameter.requires_grad) for _, parameter in self.named_parameters()]
         return sum(number for number, trained in counted if trained), sum(number for number, _ in counted)
 
     def print_trainable_parameters(self) -> None:
@@ -365,6 +365,11 @@ class PeftModel(TakenForTheirs):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Every Parameter under PEFT's name for it: see ``BaseTuner.named_parameters``."""
         return self.base_model.named_parameters(f"{prefix}.base_model" if prefix else "base_model", recurse, remove_duplicate)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A Parameter by a name that ``named_parameters`` has, or by ours."""
+        found = dict(self.named_parameters(remove_duplicate=False)).get(target)
+        return super().get_parameter(target) if found is None else found
 
     def prepare_model_for_gradient_checkpointing(self, model: nn.Module) -> None:
         """Let the inputs of the first block require a gradient: without one, a checkpointed block would have none to hand back."""
@@ -391,10 +396,3 @@ def _run_rows(model: PeftModel, names: Sequence[str], args: tuple[Any, ...], kwa
     check_batch(rows, args, kwargs)
     with RowsOf(model.adapters, rows):
         return nn.Module.__call__(model, *args, **kwargs)
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """How many numbers there are: two in a byte of a 4-bit weight."""
-    if type(parameter).__name__ == "Params4bit":
-        return parameter.numel() * 2 * parameter.element_size()
-    return parameter.numel()

@@ -192,3 +192,10 @@ def _quantization(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     known = {"Params4bit": "bnb 4bit", "Int8Params": "bnb 8bit", "AffineQuantizedTensor": "torchao", "Int8Tensor": "torchao"}
     return known.get(type(weight).__name__) or known.get(type(getattr(weight, "data", None)).__name__)
+
+
+def numel(parameter: nn.Parameter) -> int:
+    """How many numbers there are: two in a byte of a 4-bit weight."""
+    if type(parameter).__name__ == "Params4bit":
+        return parameter.numel() * 2 * parameter.element_size()
+    return parameter.numel()
