@@ -15,7 +15,7 @@ from cases import METHODS, MethodCase
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.errors import OnegraphError
 from onegraph.layers import QuantizedLinear, describe
-from onegraph.methods import DoRA, LoRA
+from onegraph.methods import DoRA, LoHa, LoRA, MiSS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.library.*:FutureWarning"),
@@ -193,6 +193,40 @@ def test_every_method_compiled(kind: str, case: MethodCase) -> None:
             adapters.use(chosen)
             compiled(x.clone().requires_grad_())
         close(step(compiled, adapters, x), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("8bit", LoHa(rank=3, form="weight")),
+        ("8bit", MiSS(rank=8, form="bat")),
+        ("8bit-threshold", LoHa(rank=3, form="weight")),
+        ("nf4-double", MiSS(rank=8, form="bat")),
+        ("torchao-int8", LoHa(rank=3, form="weight")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_by_the_weight_an_adapter_that_is_off_is_the_layer(kind: str, method: Any, training: bool) -> None:
+    """Bit for bit, rows without one too; torchao's product with one scale a row differs from that of the expanded weight by round-off."""
+    model, adapters, x = quantised(kind, method)
+    model.train(training)
+    adapters.use(None)
+    base = [layer.base_layer for layer in adapters.layers.values()]
+    x.requires_grad_(kind.startswith("nf4"))  # without, the library packs 4 bits for its kernel on a CPU in inference
+    expected = base[1](functional.gelu(model.norm(base[0](x))))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    # With a threshold, which columns the library rounds depends on every row of the batch: there the other row is without one, too.
+    with adapters.rows([None, None if kind == "8bit-threshold" else "default"]):
+        rows = model(x)[0]
+    for found, wanted in ((model(x), expected), (compiled(x), expected), (rows, expected[0])):
+        if kind == "torchao-int8":
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-6)
+        else:
+            assert torch.equal(found, wanted)
+    adapters.use("default")
+    assert not torch.allclose(model(x), expected, atol=1e-2)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 @main_kinds

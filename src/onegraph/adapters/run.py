@@ -24,7 +24,11 @@ def run(
         training: Whether dropouts draw.
     """
     if layer.by_weight or not method.beside(layer):
-        return layer.call(module, method.adapt_tensors(layer.base_tensors(module), p, layer, training=training), x, *args, **kwargs)
+        own = layer.base_tensors(module)
+        tensors = method.adapt_tensors(own, p, layer, training=training)
+        if layer.adds_change:
+            return layer.forward(module, x, *args, **kwargs) + layer.call(module, _changes(tensors, own), x, *args, **kwargs)
+        return layer.call(module, tensors, x, *args, **kwargs)
     x = method.before(x, p, layer, training=training)
     y = layer.forward(module, x, *args, **kwargs)
     base = layer.base_tensors(module) if method.reads_base else None
@@ -75,14 +79,20 @@ def run_rows(
             tensors = dict(base or {})
             for (method, _), p in zip(by_weight, all_p):
                 tensors = method.adapt_tensors(tensors, p, layer, training=training)
-            return layer.call(module, tensors, x, *args, **kwargs)
+            return layer.call(module, _changes(tensors, base or {}) if layer.adds_change else tensors, x, *args, **kwargs)
 
         y = _each_row(adapted, x, *(p for _, p in by_weight))
+        if layer.adds_change:
+            y = y + layer.forward(module, x.squeeze(1)).unsqueeze(1)
     else:
         y = layer.forward(module, x.squeeze(1), *args, **kwargs).unsqueeze(1)
     for method, p in beside:
         y = _each_row(lambda x, y, p, method=method: method.after(x, y, p, layer, training=training, base=base), x, y, p)
     return y.squeeze(1)
+
+
+def _changes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value - own[name] if name in own else value for name, value in tensors.items()}
 
 
 def _each_row(function: Any, *tensors: Any) -> Tensor:

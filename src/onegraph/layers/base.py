@@ -39,6 +39,8 @@ class Layer(ABC):
     kind: ClassVar[str]
     by_weight: ClassVar[bool] = False
     """Whether it only ever runs with other tensors in place of its own: nothing can be put beside its product."""
+    adds_change: ClassVar[bool] = False
+    """Whether a new weight runs as its own product plus one with what has changed: its own rounds as no other product does."""
     is_read: ClassVar[bool] = False
     """Whether its owner reads ``weight`` and ``bias`` and multiplies by itself: the adapted layer hands out adapted ones."""
     takes_rows: ClassVar[bool] = True

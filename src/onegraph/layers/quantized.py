@@ -2,7 +2,8 @@
 
 They are known by the names of their classes: neither library is imported for a model that has nothing of it. A method beside the
 layer uses the library's own product, which expands the weight again for the backward pass instead of keeping it; a method by the
-weight, one that reads the weight, and merging get the expanded weight.
+weight, one that reads the weight, and merging get the expanded weight. By the weight, 8 bits of bitsandbytes are the library's product
+plus one with the change, since it rounds the input too, and an adapter that is off has to be the layer as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class EightBitLinear(QuantizedLinear):
     Its product rounds the input to 8 bits as well, except for columns with a value above its ``threshold``, and in training on a CPU.
     The gradient of the input is that of the expanded weight.
     """
+
+    adds_change: ClassVar[bool] = True
 
     def settle(self, module: Any) -> None:
         """Bytes and scales back from ``state`` to the weight, from where a copy, a move and ``state_dict`` take them along."""
