@@ -15,7 +15,7 @@ from onegraph.adapters import Adapters, attach
 from onegraph.checkpoint import read
 from onegraph.compiling import Watch
 from onegraph.errors import CheckpointError
-from onegraph.methods import LoKr, LoRA, Method, MiSS, VBLoRA, WithBias
+from onegraph.methods import IA3, LoKr, LoRA, Method, MiSS, VBLoRA, WithBias
 
 METHODS: dict[str, Callable[[int], Method]] = {
     "vblora": lambda rank: VBLoRA(rank=rank, num_vectors=6, vector_length=4),
@@ -210,3 +210,31 @@ def test_copies_and_the_unused_form() -> None:
         adapters.save("never-written.safetensors", "full")
     assert raised.value.code == "beyond-rank"
     assert "either" in str(LoKr(first_form="either").check(adapters.layers["0"].layer))
+
+
+def test_an_adapter_of_fewer_layers_has_the_graph_of_one_on_all_of_them() -> None:
+    """Where a layer has room for several structures, the identity that it runs is that of the other adapter."""
+    torch._dynamo.reset()
+    adapters = attach(model(), IA3(), targets=TARGETS, overrides={"2": IA3(on_input=True)}, name="full", dtype=None)
+    adapters.reserve(num_adapters=4)
+    for kind in (IA3(), IA3(on_input=True), VBLoRA(rank=1, num_vectors=6, vector_length=4)):
+        adapters.reserve(method=kind, targets=TARGETS)
+    onegraph.compile(adapters.model, backend="aot_eager", regions="whole")
+    adapters.use("full")
+    step(adapters)
+    with Watch() as watch:
+        for name, kind, target in (("first", IA3(), "0"), ("second", IA3(on_input=True), "2")):
+            adapters.add(name, kind, targets=[target])
+            randomise(adapters, name, 3)
+            adapters.use(name)
+            one = attach(model(), kind, targets=[target], name="alone", dtype=None)
+            randomise(one, "alone", 3)
+            torch.testing.assert_close(step(adapters), step(one), rtol=1e-9, atol=1e-9)
+            same_gradients(adapters, name, one)
+        adapters.delete("full")
+        adapters.use("first")
+        step(adapters)
+    assert not watch.compilations
+    assert adapters.graphs.training == 1
+    adapters.add("other way round", IA3(on_input=True), targets=["0"])  # on a layer where the others have a gain of the output
+    assert adapters.graphs.training == 2

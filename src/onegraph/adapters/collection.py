@@ -70,11 +70,26 @@ class Adapters(AdapterValues):
         self._changed()
 
     def _assignment(self, record: Record) -> dict[str, Method]:
-        """The structure that each layer runs with an adapter: its own, or as the identity one that the adapter has elsewhere."""
-        return {
+        """The structure that each layer runs with an adapter: its own; elsewhere, as the identity, what gives it the graph of another one.
+
+        Where no other adapter has these on these layers, it is a structure that the adapter has elsewhere.
+        """
+        if not self._assignments:
+            for each in self._records.values():
+                self._assigned_as(each)
+        return self._assigned_as(record)
+
+    def _assigned_as(self, record: Record) -> dict[str, Method]:
+        """One of the assignments that there are, or one more: they stay, so that no adapter changes its graph when others come or go."""
+        for known in self._assignments:
+            if all(known[path] == structure for path, structure in record.structures.items()):
+                return known
+        found = {
             path: record.structures.get(path) or next((s for s in record.slots if s in layer.structures), next(iter(layer.structures)))
             for path, layer in self.layers.items()
         }
+        self._assignments.append(found)
+        return found
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -248,6 +263,8 @@ class Adapters(AdapterValues):
         plan, found = select(self.model, method, targets, exclude=exclude, overrides=overrides, also=also)
         addition = prepare(plan, found, self.layers, self._structures, capacity=capacity, generator=generator, dtype=self._dtype, room=room)
         self._records[name] = addition.commit(name, self.layers, self._structures, self._surgery)
+        if addition.wraps:
+            self._assignments.clear()
         self._refresh()
 
     def delete(self, name: str) -> None:
@@ -308,6 +325,7 @@ class Adapters(AdapterValues):
             self.delete(name)
         if rank is not None:
             share_ranks(self.layers, self._structures, self._records, rank)
+            self._assignments.clear()
         wanted = (num_adapters or 0) + 1
         growths = [
             grow(
@@ -332,7 +350,7 @@ class Adapters(AdapterValues):
         self._alive()
         self._not_merged("adapters can't be detached")
         self._surgery.undo()
-        self.layers, self._records, self._structures, self._active = {}, {}, {}, None
+        self.layers, self._records, self._structures, self._active, self._assignments = {}, {}, {}, None, []
         return self.model
 
     # Files

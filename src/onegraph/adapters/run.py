@@ -27,7 +27,8 @@ def run(
         own = layer.base_tensors(module)
         tensors = method.adapt_tensors(own, p, layer, training=training)
         if layer.adds_change:
-            return layer.forward(module, x, *args, **kwargs) + layer.call(module, _changes(tensors, own), x, *args, **kwargs)
+            y: Tensor = layer.forward(module, x, *args, **kwargs)
+            return y + layer.call(module, _changes(tensors, own), x, *args, **kwargs)
         return layer.call(module, tensors, x, *args, **kwargs)
     x = method.before(x, p, layer, training=training)
     y = layer.forward(module, x, *args, **kwargs)

@@ -36,6 +36,7 @@ class AdapterValues:
         self._merged: dict[str, float] = {}
         self._rows: tuple[str | None, ...] | None = None
         self._surgery = Surgery(model)
+        self._assignments: list[dict[str, Method]] = []
         self.listeners: list[Callable[[], None]] = []
 
     # What is there
