@@ -244,6 +244,8 @@ def test_a_file_with_flags_over_it(tmp_path: Path) -> None:
     assert (found.data.train, found.run.max_train_steps, found.optimizer.learning_rate) == (("rows.jsonl",), 10, 1)
     assert (found.method.name, found.method.arguments, found.method.targets) == ("dora", ("rank=4",), ("q_proj", "v_proj"))
     assert read_configuration(["--config", str(path), "--method", "oft"]).method.arguments == ()  # the fields were DoRA's
+    over = read_configuration(["--config", str(path), "--method-arguments", "alpha=3", "--set", "method.rank=8"])
+    assert over.method.arguments == ("alpha=3", "rank=8")
     path.write_text('method = "hra"\n')
     assert read_configuration(["--config", str(path)]).method.name == "hra"
 
@@ -314,12 +316,14 @@ def test_every_flag_names_a_setting_and_the_help_lists_it(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("more", "code", "words"),
     [
-        (["--method", "lorra"], "method-unknown", "lora"),
-        (["--method-arguments", "rnk=3"], "settings-file", "did you mean rank?"),
+        (["--method", "lorra"], "method-unknown", "did you mean lora or vblora? The methods are lora, dora,"),
+        (["--method-arguments", "rnk=3"], "settings-file", "method lora has an unknown field 'rnk'"),
+        (["--set", "method.rnk=3"], "settings-file", "did you mean rank?"),
         (["--method-arguments", "rank=0"], "rank", "rank"),
         (["--targets", "q_prj"], "no-target-matched", "q_proj"),
         (["--method", "vblora"], "no-target-matched", "vblora with these fields can take none of the linear layers"),
         (["--model", "nowhere/at/all"], "language-model", "There is no folder"),
+        (["--model", "nowhere/model"], "language-model", "There is no folder nowhere/model here, and as a name on the Hub"),
         (["--model", "none.gguf"], "language-model", "There is no none.gguf"),
         (["--validation-share", "0.99"], "nothing-to-learn", "leaves nothing to learn"),
         (["--resume", "nowhere"], "state-not-found", "nowhere"),

@@ -58,6 +58,7 @@ def test_rows_come_from_files_and_folders_in_order(tmp_path: Path) -> None:
 BAD_ROWS: list[tuple[object, str]] = [
     (["a"], "a row is a JSON object"),
     ({"txt": "a"}, "is 'txt' meant to be 'text'?"),
+    ({"conversations": []}, "call it messages, from role, value content"),
     ({"prompt": "a"}, "without 'completion'"),
     ({"prompt": "a", "completion": ""}, "nothing to learn"),
     ({"text": 3}, "text is 3"),

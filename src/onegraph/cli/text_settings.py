@@ -196,7 +196,11 @@ def _put(tree: dict[str, Any], path: str, value: object) -> None:
     table = tree.setdefault(branch, {})
     if path == "method.name" and table.get("name") not in (None, value):
         table.pop("arguments", None)  # the fields of the file's own method
-    table[name] = [*table.get(name, ()), *typing.cast(list[str], value)] if path == "method.arguments" else value
+    if path == "method.arguments":
+        given = typing.cast(list[str], value)
+        again = {item.partition("=")[0] for item in given}
+        value = [*(item for item in table.get(name, ()) if item.partition("=")[0] not in again), *given]
+    table[name] = value
 
 
 def _set(tree: dict[str, Any], item: str, problems: list[OnegraphError]) -> None:
@@ -204,6 +208,10 @@ def _set(tree: dict[str, Any], item: str, problems: list[OnegraphError]) -> None
     path, separator, text = item.partition("=")
     paths = _all_paths()
     path = path.strip()
+    branch, _, name = path.partition(".")
+    if separator and branch == "method" and name.isidentifier() and path not in paths:  # a field of the method, as in the file
+        _put(tree, "method.arguments", [f"{name}={text.strip()}"])
+        return
     if not separator or path not in paths:
         near = nearest(path, paths)
         what = f"--set {item}: {'there is no setting ' + path if separator else 'it is not NAME=VALUE'}"

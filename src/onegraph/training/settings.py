@@ -176,7 +176,8 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _type_text(hint: Any) -> str:
     """An annotated type as people write it."""
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return plain.get(hint) or (hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint))
 
 
 def parse_arguments(arguments: Sequence[str], label: str) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Callable
 
@@ -29,13 +28,14 @@ def method_of(settings: MethodSettings, label: Callable[[str], str] = str) -> Me
     """
     kind = OFFERED.get(settings.name.lower().replace("-", "_"))
     if kind is None:
-        near = difflib.get_close_matches(settings.name.lower(), OFFERED, n=3, cutoff=0.5) or list(OFFERED)
+        near = difflib.get_close_matches(settings.name.lower(), OFFERED, n=2, cutoff=0.5)
         raise ConfigurationError(
-            f"{label('method.name')} is {settings.name!r}, which is no method", hint=", ".join(near), code="method-unknown"
+            f"{label('method.name')} is {settings.name!r}, which is no method",
+            hint=(f"did you mean {' or '.join(near)}? " if near else "") + f"The methods are {', '.join(OFFERED)}",
+            code="method-unknown",
         )
     arguments = parse_arguments(settings.arguments, label("method.arguments"))
-    known = {entry.name for entry in dataclasses.fields(kind)}
-    return read_settings(kind, arguments, f"method {kind.name} ({', '.join(sorted(known)) or 'it has no fields'})")
+    return read_settings(kind, arguments, f"method {kind.name}")
 
 
 def attach_adapter(

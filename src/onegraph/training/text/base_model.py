@@ -65,7 +65,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:  # whatever a library raises for a folder that isn't what it should be
-        raise _unreadable("tokenizer", settings.tokenizer or settings.path, error) from error
+        raise _unreadable("tokenizer" if settings.tokenizer else "tokenizer of", settings.tokenizer or settings.path, error) from error
     if settings.chat_template:
         set_template(tokenizer, settings.chat_template)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -140,9 +140,10 @@ def _beside(path: Path) -> str:
 def _unreadable(what: str, path: str, error: Exception) -> ModelFileError | ConfigurationError:
     if isinstance(error, ImportError):
         return ConfigurationError(f"{path} can't be read: a package is missing", why=_first_lines(error), code="missing-package")
+    there = "" if Path(path).expanduser().exists() else f"There is no folder {path} here, and as a name on the Hub: "
     return ModelFileError(
         f"The {what} {path} can't be read.",
-        why=_first_lines(error),
+        why=f"{there}{_first_lines(error)}",
         hint="a folder with config.json, *.safetensors and tokenizer.json, a .gguf file, or a name on the Hugging Face Hub",
         code="language-model",
     )

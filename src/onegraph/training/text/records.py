@@ -14,6 +14,11 @@ from onegraph.errors import ConfigurationError, DataError, OnegraphError, neares
 ENDINGS = (".jsonl", ".json")
 FIELDS = ("messages", "prompt", "completion", "text", "tools")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ELSEWHERE = {
+    "conversations": "conversations is ShareGPT's word: call it messages, from role, value content, human user and gpt assistant",
+    "instruction": "instruction, input and output are Alpaca's words: write the first two as prompt, output as completion",
+    "chosen": "chosen and rejected are rows of preferences, which TRL's DPOTrainer trains on",
+}
 _SHOWN = 10
 _LONGEST_NAME = 255  # bytes that a file system takes
 _FORMS = (
@@ -205,8 +210,9 @@ def _record(place: str, row: object) -> Record:
     missing = [name for name in ("prompt", "completion") if (name in row) != ("prompt" in row and "completion" in row)]
     if missing:
         raise _bad(place, f"it has {missing[0]!r} without {'completion' if missing[0] == 'prompt' else 'prompt'!r}")
+    elsewhere = next((meaning for name, meaning in _ELSEWHERE.items() if name in row), None)
     near = {name: match[0] for name in row if (match := nearest(str(name), FIELDS))}
-    guess = "".join(f"; is {name!r} meant to be {match!r}?" for name, match in near.items())
+    guess = f"; {elsewhere}" if elsewhere else "".join(f"; is {name!r} meant to be {match!r}?" for name, match in near.items())
     raise _bad(place, f"none of the known fields; it has {', '.join(map(repr, row)) or 'no field'}{guess}")
 
 
