@@ -111,6 +111,19 @@ def test_works_row_by_row(case: Case) -> None:
 
 
 @every_case
+def test_an_empty_batch(case: Case) -> None:
+    """As experts get one that no token was sent to."""
+    module, layer, x, p = case.build()
+    if x.dim() < 2:
+        return
+    parameters = [value.requires_grad_() for value in p.values()]
+    y = case.run(module, layer, x[:0], p)
+    assert y.shape == module(x[:0]).shape
+    gradients = torch.autograd.grad(y.sum(), parameters, allow_unused=True)
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+
+
+@every_case
 def test_a_seed_decides_the_start(case: Case) -> None:
     module, layer, _, _ = case.build()
     one, same, other = (case.method.initial(layer, case.weight(module, layer), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))

@@ -118,5 +118,5 @@ def turned(x: Tensor, blocks: Tensor, layer: Layer, part: Tensor | None = None) 
     if axis == x.dim() - 1:
         return x + block_product(part.reshape(-1, x.shape[-1]), blocks).reshape(x.shape).to(x.dtype)
     size = blocks.shape[-1]
-    parts = part.reshape(*x.shape[:axis], x.shape[axis] // size, size, -1)
+    parts = part.unflatten(axis, (x.shape[axis] // size, size)).flatten(axis + 2)
     return x + (blocks.mT.to(x.dtype) @ parts).reshape(x.shape).to(x.dtype)
