@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from onegraph.checkpoint import atomic_write, atomic_write_all
+from onegraph.checkpoint import atomic_write, atomic_write_all, leftovers
 from onegraph.checkpoint.atomic import make_folder
 from onegraph.errors import OutputError
 
@@ -183,4 +184,37 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     )
     assert finished.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
-    assert len(names(tmp_path)) == 2, "the half-written file is there, under another name"
+    (left,) = (tmp_path / name for name in names(tmp_path) if name != path.name)
+    assert left.read_bytes() == b"half of the new"
+    place = leftovers._place()
+    kept = [
+        ".adapter.bin.tmp",  # not ours
+        ".adapter.bin.12-zz.tmp",
+        f".other.bin.{os.getppid()}-{place}00000001.tmp",  # of a process that runs
+        f".other.bin.{finished_process()}-0123456789abcdef.tmp",  # of another machine
+    ]
+    old = [f".other.bin.{finished_process()}-{place}00000002.tmp", f".other.bin.{os.getppid()}-0123456789abcdff.tmp", ".x.7-01234567.tmp"]
+    for name in kept + old:
+        (tmp_path / name).write_bytes(b"")
+    for name in old[1:]:  # of other machines, or of a version that didn't say where, and nobody has written to them since
+        os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
+    (tmp_path / f".folder.{finished_process()}-{place}00000003.tmp").mkdir()
+    seen: list[str] = []
+
+    def write(temporary: Path) -> None:
+        leftovers._looked.clear()
+        atomic_write(tmp_path / "another.bin", lambda inner: inner.write_bytes(b"2"))  # of this process, while the first one is written
+        seen.append(temporary.name)
+        temporary.write_bytes(b"1")
+
+    atomic_write(path, lambda temporary: (temporary.write_bytes(b""), write(temporary)))
+    assert seen
+    assert path.read_bytes() == b"1"
+    assert sorted(name for name in names(tmp_path) if not name.startswith(".folder")) == sorted([path.name, "another.bin", *kept])
+    assert len(names(tmp_path)) == len(kept) + 3
+
+
+def finished_process() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from onegraph.checkpoint.leftovers import being_written, remove_leftovers, temporary_name
 from onegraph.errors import OutputError
 
 Write = Callable[[Path], object]
@@ -36,6 +36,8 @@ def atomic_write(path: str | os.PathLike[str], write: Write, *, num_bytes: int |
 def atomic_write_all(files: Mapping[Path, Write], *, num_bytes: int | None = None) -> None:
     """Write several files: all temporary files first, then all of them take their places, so a failure leaves every old file.
 
+    Temporary files that a killed process has left in the folders are removed first.
+
     Args:
         files: Path -> the function that writes it, as in :func:`atomic_write`.
         num_bytes: Size of all new files together, in bytes.
@@ -47,11 +49,13 @@ def atomic_write_all(files: Mapping[Path, Write], *, num_bytes: int | None = Non
     targets = {Path(os.path.realpath(path)): write for path, write in files.items()}
     for path in targets:
         check_writable(path)
+    for folder in {path.parent for path in targets}:
+        remove_leftovers(folder)
     _check_free_space(targets, num_bytes)
     for path in targets:
         check_name(path)
-    temporaries = {path: _temporary(path) for path in targets}
-    try:
+    temporaries = {path: temporary_name(path) for path in targets}
+    with being_written(list(temporaries.values())):
         for path, write in targets.items():
             with _explained(path, temporaries[path], num_bytes):
                 write(temporaries[path])
@@ -59,10 +63,6 @@ def atomic_write_all(files: Mapping[Path, Write], *, num_bytes: int | None = Non
         for path, temporary in temporaries.items():
             with _explained(path, temporary, num_bytes):
                 temporary.replace(path)
-    finally:
-        for temporary in temporaries.values():
-            with contextlib.suppress(OSError):
-                temporary.unlink()
     for folder in {path.parent for path in targets}:
         _flush_folder(folder)
 
@@ -73,17 +73,13 @@ def check_name(path: Path) -> None:
         longest = os.pathconf(path.parent, "PC_NAME_MAX")
     except (OSError, ValueError, AttributeError):
         return
-    num_bytes = len(os.fsencode(_temporary(path).name))
+    num_bytes = len(os.fsencode(temporary_name(path).name))
     if num_bytes > longest:
         raise OutputError(
             f"The name {path.name} is too long: a file there may have {longest} bytes, and while it is written it has {num_bytes}.",
             hint=f"a name that is shorter by {num_bytes - longest} letters or more",
             code="name-too-long",
         )
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def check_writable(path: Path) -> None:
