@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onegraph.compiling import Watch
 from onegraph.errors import NumericsError, OutputError
+from onegraph.training.allocation import Allocation
 from onegraph.training.epochs import Epochs
 from onegraph.training.interruption import Interruption
 from onegraph.training.metrics import MovingAverage, ProgressDisplay, TensorBoard, Timings
@@ -52,6 +53,7 @@ class AnyTraining(Generic[B]):
         losses: The recent losses of a resumed run.
         ranks: The processes of the run.
         own_randomness: The random generators of each of several processes, which a state keeps.
+        allocation: What AdaLoRA has more in every step.
     """
 
     batches: Epochs[B]
@@ -74,6 +76,7 @@ class AnyTraining(Generic[B]):
     timings: Timings = field(default_factory=Timings)
     ranks: Ranks = field(default_factory=Ranks)
     own_randomness: OwnRandomness | None = None
+    allocation: Allocation | None = None
 
     @property
     def stateful(self) -> dict[str, Stateful]:
@@ -83,6 +86,8 @@ class AnyTraining(Generic[B]):
             parts["scaler"] = self.scaler
         if self.own_randomness is not None:
             parts["random"] = self.own_randomness
+        if self.allocation is not None:
+            parts["allocation"] = self.allocation
         return parts
 
     def begin(self, saved: SavedState[Any] | None) -> None:
@@ -259,6 +264,9 @@ class AnyLoop(ABC, Generic[B, T, O]):
             losses: Of the batches of the step.
             items: What each loss was of, for ``_named``.
         """
+        allocation = self.training.allocation
+        if allocation is not None and (loss := allocation.loss) is not None:
+            self.update.backward(loss)
         values, norm, norm_value = self.update.measured(losses)
         if not all(math.isfinite(value) for value in values):
             self._stop_on_loss(items, [float(loss) for loss in losses], values)
@@ -268,6 +276,8 @@ class AnyLoop(ABC, Generic[B, T, O]):
             self.outcome.num_skipped += 1
             if self.update.overflows_at_every_scale:
                 self._stop_on_gradients([])
+        elif allocation is not None:
+            allocation.step(self.training.position.step + 1)
         return values
 
     def _advance(self, epoch: int, number: int, num_batches: int) -> None:

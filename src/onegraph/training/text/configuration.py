@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from onegraph.errors import ConfigurationError, OnegraphError
+from onegraph.training.allocation_settings import AllocationSettings
 from onegraph.training.compile_flags import CompileFlags
 from onegraph.training.optimizers import OptimizerSettings, optimizer_problems
 from onegraph.training.schedules import ScheduleSettings, schedule_problems
@@ -120,6 +121,7 @@ class TextConfiguration:
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     method: MethodSettings = MethodSettings()
+    allocation: AllocationSettings = field(default_factory=AllocationSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     precision: PrecisionSettings = PrecisionSettings()
@@ -177,6 +179,13 @@ def _contradictions(settings: TextConfiguration, label: Label) -> Iterator[Onegr
                 what = f"{label(f'evaluation.{name}')} is given, and no rows are held out"
                 hint = f"add {label('data.validation')} or {label('data.validation_share')}"
                 yield ConfigurationError(what, why="There is nothing to evaluate on.", hint=hint, code="contradiction")
+    if settings.allocation != AllocationSettings() and settings.method.name.lower() != "adalora":
+        yield ConfigurationError(
+            f"[allocation] is given, and {label('method.name')} is {settings.method.name}",
+            why="Only AdaLoRA has ranks that are taken away in training.",
+            hint=f"{label('method.name')} = adalora, or no [allocation]",
+            code="contradiction",
+        )
     name = settings.saving.output_name
     if not name or "/" in name or "\\" in name or name in (".", ".."):
         yield ConfigurationError(

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onegraph.checkpoint.atomic import check_writable, make_folder
 from onegraph.errors import DataError
+from onegraph.training.allocation import check_allocation
 from onegraph.training.launch import Launch
 from onegraph.training.resuming import resumed
 from onegraph.training.settings import branches
@@ -80,7 +81,7 @@ def lay_groundwork(launch: Launch[TextConfiguration], say: Say) -> Groundwork:
 
 def _lay(launch: Launch[TextConfiguration], say: Say, drawn_seed: int) -> Groundwork:
     configuration = launch.configuration
-    method_of(configuration.method, launch.label)
+    check_allocation(configuration.allocation, method_of(configuration.method, launch.label), configuration.run.max_train_steps)
     if launch.ranks.first:
         for folder in filter(None, (configuration.saving.output_dir, configuration.logging.logging_dir)):
             make_folder(Path(folder))

@@ -195,7 +195,8 @@ class Loop(AnyLoop[Batch, Training, Outcome]):
                 training.check(next(training.batches.epoch(training.position.epoch, training.position.batch)))
         write = partial(training.writer.write, folder, step=training.position.step, epoch=self._epoch_number())
         with evaluation_weights(training.optimizer, training.parameters):
-            training.ranks.first_does(partial(write, evaluations=training.evaluations.found))
+            ranks = None if training.allocation is None else training.allocation.ranks()
+            training.ranks.first_does(partial(write, evaluations=training.evaluations.found, ranks=ranks))
         self.outcome.adapter = folder
         if say:
             training.progress.say(f"saved {folder}")

@@ -10,6 +10,8 @@ import torch
 
 from onegraph.adapters import Adapters
 from onegraph.compiling import Watch, compile
+from onegraph.methods import AdaLoRA
+from onegraph.training.allocation import Allocation
 from onegraph.training.metrics import TensorBoard, run_folder
 from onegraph.training.optimizers import make_optimizer
 from onegraph.training.randomness import seed_everything
@@ -97,6 +99,8 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
     num_steps = configuration.run.max_train_steps
     if num_steps is None:
         num_steps = (configuration.run.max_train_epochs or DEFAULT_EPOCHS) * batches.steps_per_epoch(accumulation)
+    adaptive = all(isinstance(method, AdaLoRA) for method in adapters.methods("default").values())
+    allocation = Allocation(adapters, configuration.allocation, num_steps) if adaptive else None
     fingerprints = _fingerprints(ground, base)
     require_steps_left(ground.saved, num_steps, "--steps ")
     group = {"params": list(parameters.values()), "lr": configuration.optimizer.rate, "name": "adapter"}
@@ -114,6 +118,7 @@ def _prepare(ground: Groundwork, say: Say) -> Prepared:
         writer=writer,
         held_out=held_out,
         parameters=parameters,
+        allocation=allocation,
         optimizer=optimizer,
         schedule=schedule,
         scaler=launch.scaler,

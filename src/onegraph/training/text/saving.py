@@ -105,7 +105,9 @@ class AdapterWriter:
     def _fields(self) -> dict[str, object]:
         return {"task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "inference_mode": True}
 
-    def write(self, folder: Path, *, step: int, epoch: int, evaluations: Sequence[tuple[int, float]]) -> None:
+    def write(
+        self, folder: Path, *, step: int, epoch: int, evaluations: Sequence[tuple[int, float]], ranks: Mapping[str, int] | None = None
+    ) -> None:
         """Writes ``adapter_model.safetensors`` with its configuration, ``onegraph.safetensors``, and ``training.json``.
 
         Raises:
@@ -120,6 +122,8 @@ class AdapterWriter:
             "epoch": epoch,
             "held_out_loss": [list(pair) for pair in evaluations],
         }
+        if ranks is not None:
+            record["ranks"] = dict(ranks)
 
         def fill(place: Path) -> None:
             if not self.peft_refusal:
