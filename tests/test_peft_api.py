@@ -691,7 +691,8 @@ def test_second_time(ids: Tensor, tmp_path: Path) -> None:
     trained(our_model(llama, "LoraConfig"), seed=3).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="adapters already"):
         loaded = ours.PeftModel.from_pretrained(model, tmp_path, "second")
-    assert loaded.get_base_model() is model.get_base_model() and list(loaded.peft_config) == ["default", "second"]
+    assert loaded.get_base_model() is model.get_base_model()
+    assert list(loaded.peft_config) == ["default", "second"]
     quietly(loaded.delete_adapter, "second")
     with pytest.warns(UserWarning, match="adapters already"):
         again = ours.get_peft_model(model, ours.LoraConfig(r=2))
@@ -730,6 +731,7 @@ def test_second_time(ids: Tensor, tmp_path: Path) -> None:
         (lambda: two_adapters().set_adapter(None), "no adapter None"),
         (lambda: two_adapters().save_pretrained("x", selected_adapters=[]), "can't be done"),
         (lambda: our_model(llama, "LoraConfig", target_modules=["nothing"]), "matches no module"),
+        (lambda: our_model(llama, "LoraConfig", target_modules="q_proj"), r"a list, which matches endings: \['q_proj'\]"),
         (lambda: our_model(llama, "LoraConfig", target_modules=["q_proj"], layers_to_transform=[7]), "match in layers 0, 1"),
         (lambda: our_model(llama, "LoraConfig", target_modules=["self_attn"]), "can't adapt"),
         (lambda: our_model(llama, "LoraConfig", modules_to_save=["nothing"]), "names no module"),

@@ -200,10 +200,12 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return _plain(head) if isinstance(head, nn.Module) else None
 
 
-def near_misses(entry: str, paths: Iterable[str]) -> str:
-    """A hint: endings of adaptable paths that look like the entry, or all that there are."""
+def near_misses(entry: str, paths: Iterable[str], *, pattern: bool = False) -> str:
+    """A hint: endings of adaptable paths that look like the entry, or all that there are; a list, for a pattern that is an ending."""
     depth = entry.count(".") + 1
     endings = list(dict.fromkeys(".".join(path.split(".")[-depth:]) for path in paths))
+    if pattern and entry in endings:
+        return f"a list, which matches endings: [{entry!r}]"
     close = nearest(entry, endings)
     if close:
         return "did you mean " + " or ".join(map(repr, close)) + "?"
@@ -220,7 +222,7 @@ def _nothing_matched(everywhere: list[Place], targets: Targets, *, excluded: boo
     return TargetError(
         f"{shown} matches none of the model's {len(everywhere)} modules",
         why="A list entry matches a path that equals it or ends with it after a dot; a string is a regular expression for the whole path.",
-        hint=near_misses(first, paths),
+        hint=near_misses(first, paths, pattern=isinstance(targets, str)),
         code="no-target-matched",
     )
 

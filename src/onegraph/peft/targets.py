@@ -160,10 +160,11 @@ def _nothing(config: PeftConfig, everywhere: list[Place], *, excluded: bool) -> 
             hint="numbers begin at 0; layers_pattern is the name in front of the number, such as 'layers' or 'h'",
         )
     first = targets if isinstance(targets, str) else next(iter(shown), "")
+    paths = [path for place in everywhere if describe(_plain(place)) is not None for path in place.paths]
     raise NoMatchingPeftModuleError(
         f"target_modules={shown} matches no module of the model",
         why="An entry matches a path that equals it or ends with it after a dot; a string is a regular expression for the whole path.",
-        hint=near_misses(first, [path for place in everywhere if describe(_plain(place)) is not None for path in place.paths]),
+        hint=near_misses(first, paths, pattern=isinstance(targets, str)),
     )
 
 
