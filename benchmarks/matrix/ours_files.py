@@ -11,7 +11,7 @@ import torch
 
 import onegraph
 import onegraph.checkpoint
-from matrix.session import Ours, Session, compare_with, copied, gradients, randomise
+from matrix.session import Ours, Session, compare_with, copied, randomise
 from matrix.work import IDS, Cell, NoSuchFeatureError, counted, difference, make_model
 from onegraph.adapters import Adapters, attach
 from onegraph.compiling import Watch
@@ -36,16 +36,11 @@ def _load(ours: Ours, cell: Cell, mode: str, session: Session, method: Method, t
 
 def load_rank(ours: Ours, cell: Cell, mode: str) -> None:
     if "rank" not in ours.case.second:
-        if "rank" not in ours.case.first:
-            raise NoSuchFeatureError(ours.case.no_rank or "no rank")
-        cell.allowed, cell.note = 1, ours.case.no_rank or ""
-        with ours.cold(cell, compile={"regions": "whole"}) as session:
-            session.step(training=mode == "train")
-            gradients(session.adapters, "a")
-            _load(ours, cell, mode, session, ours.case.method(rank=ours.case.first["rank"] // 2), list(ours.case.targets))
-        return
+        raise NoSuchFeatureError(ours.case.no_rank or "no rank")
+    if ours.case.room is not None:
+        cell.note = f"reserve(rank={ours.case.room})"
     with ours.warm(cell) as session:
-        for rank in (1, 3) if ours.case.name != "hra" else (2,):
+        for rank in (1, 3, ours.case.room or 3) if ours.case.name != "hra" else (2,):
             _load(ours, cell, mode, session, ours.case.method(rank=rank), list(ours.case.targets))
 
 
@@ -61,7 +56,7 @@ def load_superset(ours: Ours, cell: Cell, mode: str) -> None:
     torch._dynamo.reset()
     session = Session(ours.case, names="b")
     session.adapters.reserve(num_adapters=4)
-    session.adapters.reserve(method=ours.case.method(), targets=list(ours.case.targets))
+    session.adapters.reserve(method=ours.case.method(), targets=list(ours.case.targets), rank=ours.case.room)
     onegraph.compile(session.model, backend="aot_eager", regions="whole")
     session.compare(cell, "b", mode)
     with Watch() as watch:
@@ -122,6 +117,7 @@ def state_dict(ours: Ours, cell: Cell, mode: str) -> None:
     if any("_orig_mod" in key for key in state):
         raise AssertionError("_orig_mod in the state dict")
     other = Session(ours.case, names="a")
+    other.adapters.reserve(rank=ours.case.room)
     randomise(other.adapters, "a", 77)
     other.model.load_state_dict(state, strict=True)
     other.model.eval()

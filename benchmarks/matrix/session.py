@@ -88,7 +88,7 @@ class Session:
         self.base = make_model().to(dtype)
         self.adapters = self._attached(copy.deepcopy(self.base), names[0])
         if len(names) > 1:
-            self.adapters.reserve(num_adapters=6)
+            self.adapters.reserve(num_adapters=6, rank=case.room)
         for name in names[1:]:
             self.adapters.add(name, case.method(name, **self.more), targets=case.where(name), **self.options)
         for number, name in enumerate(names):

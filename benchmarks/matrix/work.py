@@ -70,7 +70,8 @@ class Case:
         peft: From these fields to PEFT's configuration; None: PEFT has no such method.
         targets: Ends of the paths.
         dropout: A dropout of the method, ours -> PEFT's name for it.
-        no_rank: Why an adapter of another rank is another graph, or can't be.
+        room: The rank that room is asked for, of a method that another rank would give another graph.
+        no_rank: Why there is no adapter of another rank on the same graph.
         no_peft: Why PEFT has nothing to compare with.
         one_rank: Whether PEFT can't hold adapters of two ranks at once; its "b" then has the rank of "a".
         one_place: Whether it can't hold adapters on different layers; its "b" is then where "a" is.
@@ -84,6 +85,7 @@ class Case:
     peft: Callable[..., Any] | None = None
     targets: tuple[str, ...] = ("query", "up")
     dropout: tuple[str, str | None] | None = None
+    room: int | None = None
     no_rank: str | None = None
     no_peft: str = ""
     one_rank: bool = False
@@ -193,7 +195,7 @@ def _miss(f: Mapping[str, Any], **more: Any) -> Any:
 
 
 _RANKS = {"first": {"rank": 4, "alpha": 6.0}, "second": {"rank": 2, "alpha": 5.0}}
-_LOW = {"input_dropout": 0.3}
+_BLOCKS = "no rank; the block size says which columns turn together, and another one is another graph"
 
 CASES: dict[str, Case] = {
     case.name: case
@@ -207,22 +209,21 @@ CASES: dict[str, Case] = {
         Case("loha", **_RANKS, peft=_loha, dropout=("rank_dropout", "rank_dropout")),
         Case(
             "lokr",
-            # Below half of the larger side: from there on the second matrix is full, another structure.
+            # From half of the larger side on, here 4, the second matrix is full: with room, that is on the same graph.
             first={"rank": 3, "alpha": 6.0, "decompose_factor": 2},
             second={"rank": 2, "alpha": 5.0},
+            room=6,
             peft=_lokr,
             dropout=("rank_dropout", "rank_dropout"),
         ),
         Case("vera", first={"rank": 4}, second={"rank": 2}, peft=_vera, one_rank=True, dropout=("input_dropout", "vera_dropout")),
-        Case(
-            "oft", first={"block_size": 4}, peft=_oft, dropout=("module_dropout", "module_dropout"), no_rank="the block size is the shape"
-        ),
+        Case("oft", first={"block_size": 4}, peft=_oft, dropout=("module_dropout", "module_dropout"), no_rank=_BLOCKS),
         Case(
             "boft",
             first={"block_size": 4, "num_factors": 1},  # PEFT without its CUDA extension has no more
             peft=_boft,
             dropout=("block_dropout", "boft_dropout"),
-            no_rank="the block size is the shape",
+            no_rank=_BLOCKS,
         ),
         Case("hra", first={"rank": 4}, second={"rank": 2}, peft=_hra),
         Case("dense", no_rank="a full difference has no rank", no_peft="no method of its own: modules_to_save stands beside another one"),
@@ -230,16 +231,17 @@ CASES: dict[str, Case] = {
         Case(
             "miss",
             first={"rank": 4},
+            second={"rank": 2},
+            room=4,
             peft=_miss,
             dropout=("input_dropout", "miss_dropout"),
-            no_rank="the rank says which columns belong together, so it is part of the structure: another rank is another graph",
         ),
         Case(
             "vblora",
-            first={"rank": 2, "num_vectors": 8, "vector_length": 4},
+            first={"rank": 4, "num_vectors": 8, "vector_length": 4},
+            second={"rank": 2},
             peft=_vblora,
             dropout=("input_dropout", "vblora_dropout"),
-            no_rank="the rank is part of the structure: another rank is another graph",
         ),
     )
 }
