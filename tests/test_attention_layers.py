@@ -281,11 +281,6 @@ EVERYTHING["row-weights"] = (Unbatched, {})
 ROWS = [name for name in EVERYTHING if name.startswith("attention-") and "first" not in name and "weights-a-head" not in name]
 
 
-def in_projections(path: str, module: nn.Module) -> bool:
-    """What can have an adapter for every row."""
-    return targets(path, module) and not path.endswith("out_proj")
-
-
 def row(value: object, i: int) -> object:
     """A row's own part of an argument."""
     if not isinstance(value, Tensor) or value.shape == (4, 4):
@@ -300,8 +295,8 @@ def test_rows(name: str) -> None:
     if name in ROWS:
         arguments = {**arguments, "need_weights": False}  # the model would add up the weights of all rows
     model = build()
-    adapters = attach(model, LoRA(rank=3), targets=in_projections)
-    adapters.add("dense", Dense(), targets=in_projections)
+    adapters = attach(model, LoRA(rank=3), targets=targets)
+    adapters.add("dense", Dense(), targets=targets)
     for adapter in adapters.names:
         randomise(adapters, adapter)
     x = torch.randn(3, 4, WIDTH)
@@ -323,8 +318,8 @@ def test_rows(name: str) -> None:
 
 def test_rows_where_the_sequence_is_first() -> None:
     model = TextBlock()
-    adapters = attach(model, LoRA(rank=3), targets=["attn"])
-    adapters.add("other", Dense())
+    adapters = attach(model, LoRA(rank=3, bias=True), targets=["attn", "out_proj"])
+    adapters.add("other", Dense(), targets=["out_proj"])
     for adapter in adapters.names:
         randomise(adapters, adapter)
     x = torch.randn(4, 3, WIDTH)
@@ -340,7 +335,7 @@ def test_rows_where_the_sequence_is_first() -> None:
     assert raised.value.code == "row-count"
 
 
-def test_no_rows_on_a_weight_that_is_read() -> None:
+def test_rows_of_a_weight_that_is_read_where_its_owner_is_adapted() -> None:
     model = VisionBlock()
     adapters = attach(model, LoRA(rank=2), targets=["self_attention.out_proj", "mlp.0"])
     adapters.add("elsewhere", LoRA(rank=2), targets=["mlp.0"])
@@ -351,7 +346,7 @@ def test_no_rows_on_a_weight_that_is_read() -> None:
     with pytest.raises(OnegraphError) as raised, adapters.rows(["default", None]):
         raise AssertionError("never entered")
     assert raised.value.code == "rows-unsupported"
-    assert "self_attention.out_proj" in str(raised.value)
+    assert "adapt 'self_attention' too" in raised.value.hint
     assert torch.equal(model(x), before)
     with adapters.rows(["elsewhere", None]):  # an adapter that isn't on that layer can
         found = model(x)
@@ -359,6 +354,9 @@ def test_no_rows_on_a_weight_that_is_read() -> None:
     torch.testing.assert_close(found[:1], model(x[:1]), rtol=1e-5, atol=1e-5)
     adapters.use(None)
     torch.testing.assert_close(found[1:], model(x[1:]), rtol=1e-5, atol=1e-5)
+    adapters.reserve(method=LoRA(rank=2), targets=["self_attention"])
+    with adapters.rows(["default", None]):
+        torch.testing.assert_close(model(x), torch.cat([before[:1], found[1:]]), rtol=1e-5, atol=1e-5)
 
 
 # What a model goes through

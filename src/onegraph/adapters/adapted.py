@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.run import run, run_rows
+from onegraph.adapters.run import Inside, run, run_rows
 from onegraph.adapters.slots import Rows, Slots
 from onegraph.errors import AdapterError
 from onegraph.layers import Layer
@@ -61,26 +61,29 @@ class Adapted(nn.Module):
         """
         if structure is not None:
             self._method = structure
-        slots = self.structures[self._method]
         self.slot, self._shared_slot = slot, shared_slot
+        self._register()
+
+    def _running(self) -> tuple[Method, int, int]:
+        """The structure and the slots whose Parameters are registered."""
+        if self._rows is not None and not self._layer.takes_rows:
+            # The owner's graph for rows depends on the names that it finds: always the same ones, whichever adapter is active.
+            return next(iter(self.structures)), 0, 0
+        return self._method, self.slot, self._shared_slot
+
+    def _register(self) -> None:
+        method, slot, shared_slot = self._running()
+        slots = self.structures[method]
         parameters = dict(slots.parameters(slot))
         self._constants = slots.settings(slot)
-        if self._method in self.shared:
-            parameters |= self.shared[self._method].parameters(shared_slot)
+        if method in self.shared:
+            parameters |= self.shared[method].parameters(shared_slot)
             # What isn't trained is written to no state dict: it would be there once a layer.
             fixed = [name for name, parameter in parameters.items() if not parameter.requires_grad]
             self._constants |= {name: parameters.pop(name) for name in fixed}
         registered = self.__dict__["_parameters"]
         registered.clear()
         registered.update(parameters)
-
-    def forget(self, old: Method, new: Method) -> None:
-        """Let one structure stand in the place of another, with what the layer runs on its identity until it is activated again."""
-        slots = self.structures.pop(new)
-        found = {new if structure == old else structure: slots if structure == old else own for structure, own in self.structures.items()}
-        self.structures = found
-        if self._method == old:
-            self.activate(new, 0)
 
     def assign_rows(self, indices: Mapping[Method, tuple[Tensor, set[int]]] | None, batch: object = None) -> None:
         """Give every row of the batch its own adapter; None ends it.
@@ -89,8 +92,10 @@ class Adapted(nn.Module):
             indices: Structure -> the slot of each row, and which of them are adapters on this layer.
             batch: The same object for all layers of a batch.
         """
-        if indices is None or not self._layer.takes_rows:
-            self._rows = None if indices is None else []
+        if indices is None:
+            self._rows = None
+            if self.structures and not self._layer.takes_rows:
+                self._register()
             return
         self._assigned = indices, batch
         rows = []
@@ -99,12 +104,17 @@ class Adapted(nn.Module):
             storages = [self.structures[structure]] + ([self.shared[structure]] if structure in self.shared else [])
             rows.append((structure, [storage.rows(index, slots, batch) for storage in storages]))
         self._rows = rows
+        if not self._layer.takes_rows:
+            self._register()
 
     def replaced_parameters(self) -> dict[str, nn.Parameter]:
         """Our own Parameters of the active slot that others hang in the place of: FSDP2, for one, puts its pieces there."""
-        own = dict(self.slots.parameters(self.slot)) if self.structures else {}
-        if self.structures and self._method in self.shared:
-            own |= self.shared[self._method].parameters(self._shared_slot)
+        if not self.structures:
+            return {}
+        method, slot, shared_slot = self._running()
+        own = dict(self.structures[method].parameters(slot))
+        if method in self.shared:
+            own |= self.shared[method].parameters(shared_slot)
         return {name: own[name] for name, present in self._parameters.items() if name in own and present is not own[name]}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,17 +122,31 @@ class Adapted(nn.Module):
         base: nn.Module = self._modules[BASE]  # type: ignore[assignment]
         input, args = (args[0], args[1:]) if args else (kwargs.pop(self._layer.input_name), ())
         if self._rows is not None:
-            if not self._rows:
+            if not self._layer.takes_rows:
                 return self._layer.forward(base, input, *args, **kwargs)
             x = _batch(input, self._rows[0][1][0].index.shape[0], self._layer)
-            methods = [(method, {name: value for rows in parts for name, value in rows.gather().items()}) for method, parts in self._rows]
-            return run_rows(methods, self._layer, base, x, *args, training=self.training, **kwargs)
+            inside = self._read_inside(base)
+            return run_rows(self._gathered(), self._layer, base, x, *args, training=self.training, inside=inside, **kwargs)
         return run(self._method, self._layer, base, input, self._present(), *args, training=self.training, **kwargs)
 
     def _present(self) -> dict[str, Tensor]:
         """The active slot's tensors, read through __dict__ tables: __getattr__ below would be traced for every name."""
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[assignment]
         return {**parameters, **self._constants}
+
+    def _gathered(self) -> list[tuple[Method, dict[str, Tensor]]]:
+        """Each structure with the tensors of every row."""
+        return [(method, {name: value for rows in parts for name, value in rows.gather().items()}) for method, parts in self._rows or ()]
+
+    def _read_inside(self, base: nn.Module) -> list[Inside]:
+        """The adapted layers that the base layer reads, for the rows of a batch."""
+        found = []
+        for name in self._layer.reads:
+            module = base._modules[name]
+            if isinstance(module, Adapted):
+                inner: nn.Module = module._modules[BASE]  # type: ignore[assignment]
+                found.append(Inside(f"{name}.{BASE}.", module._layer, inner, module._gathered()))
+        return found
 
     def _handed_out(self, name: str) -> Tensor | None:
         """The adapted tensor, for an owner that reads it and multiplies by itself."""

@@ -157,11 +157,12 @@ def merged_error(what: str, merged: Collection[str]) -> OnegraphError:
 
 
 def no_rows_error(path: str) -> OnegraphError:
-    """The error for rows on a layer that its owner reads as one weight."""
+    """The error for rows on a layer that is never called, and whose owner isn't adapted."""
+    owner = path.rpartition(".")[0]
     return AdapterError(
         f"{path} can't have an adapter for every row",
-        why="It is never called: nn.MultiheadAttention reads its weight, one for the whole batch.",
-        hint="leave it out with exclude= in the adapters that rows() names, or run one adapter at a time",
+        why="It is never called: nn.MultiheadAttention reads its weight, and it can only run the rows where it is adapted itself.",
+        hint=f"adapt {owner!r} too, or prepare it: reserve(method=LoRA(), targets=[{owner!r}]); or leave {path!r} out with exclude=",
         code="rows-unsupported",
     )
 

@@ -151,7 +151,9 @@ class Adapters(AdapterValues):
                 # A tensor for each layer: a graph depends on which of its inputs are the same one.
                 assigned[structure] = (torch.tensor(numbers, device=slots.device), set(numbers) - {0})
             if not layer.layer.takes_rows and any(slots for _, slots in assigned.values()):
-                raise no_rows_error(path)
+                owner, _, name = path.rpartition(".")
+                if owner not in self.layers or name not in self.layers[owner].layer.reads:
+                    raise no_rows_error(path)
             layer.assign_rows(assigned, batch)
         self._changed()
 

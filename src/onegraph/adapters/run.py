@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,13 +37,28 @@ def run(
     return method.after(x, y, p, layer, training=training, base=base)
 
 
+RowMethods = Sequence[tuple[Method, Mapping[str, Tensor]]]
+"""Each method with its tensors, a leading row axis on every one."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A layer inside of another that reads it: how its tensors are called from there, and what each row has on it."""
+
+    prefix: str
+    layer: Layer
+    module: nn.Module
+    methods: RowMethods
+
+
 def run_rows(
-    methods: Sequence[tuple[Method, Mapping[str, Tensor]]],
+    methods: RowMethods,
     layer: Layer,
     module: nn.Module,
     x: Tensor,
     *args: Any,
     training: bool,
+    inside: Sequence[Inside] = (),
     **kwargs: Any,
 ) -> Tensor:
     """The output of a layer where every row of the batch has tensors of its own, in each of several methods.
@@ -54,18 +70,24 @@ def run_rows(
         module: The base layer.
         x: Its input (B, ...).
         training: Whether dropouts draw.
+        inside: What it reads inside of itself; for kinds that are ``by_weight``.
     """
     if layer.by_weight:
-        own = layer.base_tensors(module)
+        every = [Inside("", layer, module, methods), *inside]
 
         def all_adapted(*all_p: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            tensors = own
-            for (method, _), p in zip(methods, all_p):
-                tensors = {**tensors, **method.adapt_tensors(tensors, p, layer, training=training)}
-            return tensors
+            found: dict[str, Tensor] = {}
+            left = list(all_p)
+            for each in every:
+                tensors = each.layer.base_tensors(each.module)
+                for method, _ in each.methods:
+                    tensors = {**tensors, **method.adapt_tensors(tensors, left.pop(0), each.layer, training=training)}
+                found |= {f"{each.prefix}{name}": value for name, value in tensors.items()}
+            return found
 
-        found: Tensor = layer.call_rows(module, all_adapted, [p for _, p in methods], x, *args, **kwargs)
-        return found
+        rows = [p for each in every for _, p in each.methods]
+        y: Tensor = layer.call_rows(module, all_adapted, rows, x, *args, **kwargs)
+        return y
     by_weight = [(method, p) for method, p in methods if not method.beside(layer)]
     beside = [(method, p) for method, p in methods if method.beside(layer)]
     base = layer.base_tensors(module) if by_weight or any(method.reads_base for method, _ in beside) else None

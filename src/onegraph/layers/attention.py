@@ -29,6 +29,7 @@ class AttentionLayer(LinearLayer):
     """
 
     by_weight: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("out_proj",)
     input_name: ClassVar[str] = "query"
 
     batch_first: bool = False
@@ -94,7 +95,7 @@ class AttentionLayer(LinearLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadLinearLayer(LinearLayer):
-    """The ``out_proj`` of a ``nn.MultiheadAttention``: ``y = x W^T + b``, multiplied by its owner."""
+    """The ``out_proj`` of a ``nn.MultiheadAttention``: ``y = x W^T + b``, multiplied by its owner, which runs its rows too."""
 
     by_weight: ClassVar[bool] = True
     is_read: ClassVar[bool] = True

@@ -45,6 +45,8 @@ class Layer(ABC):
     """Whether its owner reads ``weight`` and ``bias`` and multiplies by itself: the adapted layer hands out adapted ones."""
     takes_rows: ClassVar[bool] = True
     """Whether it can run with an adapter for every row of the batch."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The modules in it that it reads and never calls: with rows it runs with their tensors too."""
     input_name: ClassVar[str] = "input"
     """What its first argument is called, for callers that name it."""
 

@@ -118,12 +118,12 @@ class MiSS(Method):
         else:
             if rest := x.shape[-1] % self.rank:
                 x = functional.pad(x, (0, self.rank - rest))
-            h = x.unflatten(-1, (x.shape[-1] // self.rank, self.rank)).sum(-2)
+            h = x.reshape(*x.shape[:-1], x.shape[-1] // self.rank, self.rank).sum(-2)
         block = p["block"] * p["scale"].to(p["block"].dtype)
         if self.form == "balance":
             return layer.add_expanded(y, h, block.t())
         narrow = h @ block.to(h.dtype)
-        repeated = y.unflatten(-1, (y.shape[-1] // self.out_rank, self.out_rank)) + narrow.unsqueeze(-2).to(y.dtype)
+        repeated = y.reshape(*y.shape[:-1], y.shape[-1] // self.out_rank, self.out_rank) + narrow.unsqueeze(-2).to(y.dtype)
         return repeated.reshape(y.shape)
 
     def adapt(self, weight: Tensor, p: Mapping[str, Tensor], layer: Layer, *, training: bool = False) -> Tensor:

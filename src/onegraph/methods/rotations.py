@@ -6,6 +6,7 @@ rounding the diagonal of R, which is near 1, would give every feature a gain.
 
 from __future__ import annotations
 
+import math
 import torch
 from torch import Tensor
 
@@ -118,5 +119,5 @@ def turned(x: Tensor, blocks: Tensor, layer: Layer, part: Tensor | None = None) 
     if axis == x.dim() - 1:
         return x + block_product(part.reshape(-1, x.shape[-1]), blocks).reshape(x.shape).to(x.dtype)
     size = blocks.shape[-1]
-    parts = part.unflatten(axis, (x.shape[axis] // size, size)).flatten(axis + 2)
+    parts = part.reshape(*x.shape[:axis], x.shape[axis] // size, size, math.prod(x.shape[axis + 1 :]))
     return x + (blocks.mT.to(x.dtype) @ parts).reshape(x.shape).to(x.dtype)
