@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import onegraph as og
 from onegraph.adapters import Adapters
 from onegraph.adoption import adopt
 from onegraph.checkpoint import save_kohya
-from onegraph.errors import AdapterError, OnegraphError
+from onegraph.errors import AdapterError, CheckpointError, OnegraphError
 from test_checkpoint_diffusers import adapters_for, pipeline
 from test_checkpoint_kohya import run_text, run_unet, unet_adapters
 from test_checkpoint_peft_methods import CASES, LINEAR, Case, Net, ids, net, peft_model
@@ -679,7 +680,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: peft.get_peft_model(net(), peft.RandLoraConfig(target_modules=LINEAR, r=2)),
         "adapter 'default' is of PEFT's type RANDLORA, as on wide",
     ),
-    "base weights changed": (lambda: lora(init_lora_weights="pissa"), "init_lora_weights = 'pissa'"),
     "a variant": (lambda: lora(alora_invocation_tokens=[3]), "adapter 'default' on wide is a ALoraLinearVariant"),
     "bare parameters": (lambda: lora(target_parameters=["wide.weight"], target_modules=["narrow"]), "target_parameters|ParamWrapper"),
     "single rows": (tokens, "table is in a TrainableTokensWrapper"),
@@ -704,6 +704,69 @@ def test_what_has_no_place_is_refused_and_the_model_unchanged(name: str) -> None
     assert caught.value.code == "adopt-unsupported"
     assert caught.value.hint
     before.assert_unchanged()
+
+
+# Starts that changed the base weights
+
+
+def started(init: Any, **options: Any) -> Any:
+    """LoRA after a start that needs no data, or whose data were made before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return random(peft.get_peft_model(net(), peft.LoraConfig(target_modules=LINEAR, r=2, init_lora_weights=init, **options)))
+
+
+def as_if(init: str) -> Any:
+    """What a start that runs on a GPU alone leaves: other base weights, and its name in the configuration."""
+    model = started(True)
+    with torch.no_grad():
+        model.get_submodule("base_model.model.wide.base_layer").weight.mul_(0.9)
+    model.peft_config["default"].init_lora_weights = init
+    return model
+
+
+STARTED: dict[str, tuple[Callable[[], Any], bool]] = {
+    "pissa": (lambda: started("pissa"), True),
+    "pissa-dora": (lambda: started("pissa", use_dora=True), True),
+    "olora": (lambda: started("olora"), True),
+    "loftq": (lambda: as_if("loftq"), True),
+    "corda": (lambda: as_if("corda"), True),
+    "eva": (lambda: started("eva"), False),
+    "orthogonal": (lambda: started("orthogonal"), False),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_an_adapter_stays_beside_the_weights_that_its_start_changed(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make, changes = STARTED[name]
+    model = make()
+    expected = run(model)
+    with model.disable_adapter():
+        base = run(model)
+    assert bool((base - run(net())).abs().max() > 1e-4) == changes
+    adapters = adopt(model)
+    assert_same(run(adapters.model), expected)
+    told = [record.message for record in caplog.records if "changed the base weights" in record.message]
+    assert len(told) == changes
+    adapters.save(tmp_path / "native.safetensors")
+    adapters.save(tmp_path / "peft", format="peft")
+    with adapters.disabled():
+        assert_same(run(adapters.model), base)
+    # beside the weights that were changed
+    plain = adapters.detach()
+    again = og.load(plain, tmp_path / "native.safetensors", name="again")
+    assert_same(run(again.model), expected)
+    assert ("beside others" in caplog.text) == changes
+    again.save(tmp_path / "twice", format="peft")
+    for place in ("peft", "twice"):
+        written = json.loads((tmp_path / place / "adapter_config.json").read_text())
+        assert written["init_lora_weights"] == (name.partition("-")[0] if changes else True)
+    # beside the original ones: PEFT does the start again; ours says that it can't
+    if changes:
+        with pytest.raises(CheckpointError, match="changes the base weights"):
+            og.load(net(), tmp_path / "peft", name="default")
+    if name in ("pissa", "olora", "eva", "orthogonal"):
+        assert_same(run(peft.PeftModel.from_pretrained(net(), tmp_path / "peft").eval()), expected, 1e-4)
 
 
 def test_prompts_and_other_things_are_refused() -> None:

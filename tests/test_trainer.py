@@ -132,6 +132,18 @@ def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(adapted: Adapt, comp
     assert not any(torch.equal(fresh[name], value) for name, value in expected.items()), "nothing trained: the test shows nothing"
 
 
+def test_an_adapter_beside_weights_that_its_start_changed_resumes_beside_them(tmp_path: Path) -> None:
+    def adopted() -> Any:
+        return og.adopt(theirs.get_peft_model(llama(), theirs.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora"))).model
+
+    whole = trainer_of(adopted(), tmp_path, save_strategy="steps", save_steps=2)
+    whole.train()
+    again = trainer_of(adopted(), tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(weights(again.model)[name], value) for name, value in weights(whole.model).items())
+
+
 @KINDS
 def test_a_checkpoint_is_an_adapter_for_peft(adapted: Adapt, tmp_path: Path) -> None:
     trainer = trainer_of(adapted(llama()), tmp_path, save_strategy="steps", save_steps=4)

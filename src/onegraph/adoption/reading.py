@@ -19,7 +19,7 @@ from onegraph.adoption.sites import Site
 from onegraph.checkpoint.dialects import peft, peft_config
 from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.checkpoint.dialects.peft_methods.form import PeftForm
-from onegraph.checkpoint.dialects.peft_methods.lora import ADDED_TWICE
+from onegraph.checkpoint.dialects.peft_methods.lora import ADDED_TWICE, changed_base
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.keys import patterns_of
 from onegraph.errors import CheckpointError
@@ -71,6 +71,8 @@ def taken(name: str, config: Any, sites: list[Site], model: nn.Module) -> Taken:
         flat |= {f"{peft.PREFIX}{path}.{leaf}": tensor.cpu() for leaf, tensor in copy.state_dict().items()}
     values = _values(config)
     values |= {**_as_the_layers_are(form, name, found, values.get("init_r")), "modules_to_save": sorted(copies) or None}
+    if changed_base(values) is not None:  # that was before; what is there now is LoRA beside the weights that are there
+        values["init_lora_weights"] = True
     place = Path(f"adapter {name!r} of {type(model).__name__}")
     try:
         checked = peft_config.checked(values, form, place)

@@ -20,6 +20,7 @@ from onegraph.adoption.refusals import few, undecided, unsupported
 from onegraph.adoption.sites import Site, sites_of
 from onegraph.adoption.state import State, check_sums, state_of
 from onegraph.adoption.unwrapping import check_plain, unmerge, unwrap
+from onegraph.checkpoint.origin import started_by
 from onegraph.errors import AdapterError
 
 logger = logging.getLogger("onegraph")
@@ -107,8 +108,20 @@ class _Done:
                 Replacement().hang(self.held.holder, "model", Emptied())
                 setattr(self.held.holder, NOTES[0], NoConfigs())
             self._say_what_now_acts(self.held.model)
+            self._say_what_to_keep()
             logger.info("%s: adopted %s", type(self.held.model).__name__, ", ".join(map(repr, self.adapters.names)))
         return self.adapters
+
+    def _say_what_to_keep(self) -> None:
+        """A start such as PiSSA took a part out of the base weights: the adapter means nothing beside the original ones."""
+        started = {name: start for name in self.adapters.names if (start := started_by(self.adapters, name)) is not None}
+        if started:
+            logger.warning(
+                "%s: the start changed the base weights of this model, and the adapter belongs to those. Keep them (the model after"
+                " detach()), and save the adapter with format='native' to load it beside them. A folder of format='peft' is for the"
+                " original base weights: PEFT does the start again there.",
+                ", ".join(f"{name!r} ({start})" for name, start in started.items()),
+            )
 
     def _say_what_now_acts(self, model: nn.Module) -> None:
         """Beside PEFT's layers, the fused kernel of an encoder layer reads the base weights; beside ours it is switched off."""

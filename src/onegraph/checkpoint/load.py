@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onegraph.adapters import Adapters, adapters_of, attach
-from onegraph.checkpoint.dialects import kohya
+from onegraph.checkpoint.dialects import kohya, native
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.language_models import name_of
 from onegraph.checkpoint.matching import Placement, fit
@@ -135,6 +135,9 @@ def _put(model: nn.Module, placement: Placement, name: str, file: AdapterFile) -
         raise
     if file.format == "peft":
         remember(adapters, name, file.config)
+    elif (started := file.metadata.get(native.STARTED_KEY)) is not None:
+        remember(adapters, name, {"peft_type": "LORA", "init_lora_weights": started})
+        logger.warning("%s is for base weights that PEFT's start %s changed: beside others it computes something else", file.path, started)
     return adapters, take_back
 
 

@@ -22,6 +22,7 @@ from onegraph.checkpoint.dialects import diffusers, kohya, lycoris, native
 from onegraph.checkpoint.dialects.peft_methods.form import whole
 from onegraph.checkpoint.dialects.peft_methods.lora import plain_alpha
 from onegraph.checkpoint.keys import file_paths, first_ten
+from onegraph.checkpoint.origin import started_by
 from onegraph.checkpoint.save_peft import peft_config_of, save_peft
 from onegraph.errors import CheckpointError
 from onegraph.methods import DoRA, LoRA, Method
@@ -65,6 +66,9 @@ def save(
         return
     check_writable(target)
     strings = _strings(metadata or {})
+    started = started_by(adapters, chosen_name(adapters, name))
+    if started is not None and format != "native":
+        logger.warning("%s is for base weights that %s changed, and the format %r can't say so: keep them beside it", path, started, format)
     if format in ("kohya", "lycoris"):
         save_kohya({_part_of(adapters): adapters}, target, name=name, form=format, dtype=dtype, metadata=strings)
         return
@@ -74,7 +78,7 @@ def save(
         clash = sorted(native.RESERVED_KEYS & strings.keys())
         if clash:
             raise CheckpointError(f"The metadata entry {clash[0]!r} is written by the format itself.", hint="Rename it.", code="metadata")
-        strings = {**strings, **own}
+        strings = {**strings, **own, **({native.STARTED_KEY: started} if started is not None else {})}
     else:
         part = _part_of(adapters)
         _only_lora(found.methods, "diffusers")

@@ -13,6 +13,7 @@ from torch import nn
 from onegraph.adapters import Adapters, adapters_of
 from onegraph.checkpoint import load, save
 from onegraph.checkpoint.dialects import peft
+from onegraph.checkpoint.origin import started_by
 from onegraph.errors import CheckpointError, ConfigurationError
 from onegraph.methods import BitFit, Dense, Method, WithBias
 
@@ -71,7 +72,7 @@ def write_folders(adapters: Adapters, folder: str | os.PathLike[str]) -> None:
 def write_exact(adapters: Adapters, folder: str | os.PathLike[str]) -> None:
     """Write what a PEFT file doesn't hold to the last bit; nothing for adapters that have no such part."""
     for name in adapters.names:
-        if any(map(_added_to_base, adapters.methods(name).values())):
+        if started_by(adapters, name) is not None or any(map(_added_to_base, adapters.methods(name).values())):
             save(adapters, _place(folder, name) / EXACT, name=name)
 
 

@@ -24,7 +24,8 @@ FORMAT_VERSION = "1"
 FORMAT_KEY = "onegraph_format"
 VERSION_KEY = "onegraph_version"
 ADAPTER_KEY = "onegraph_adapter"
-RESERVED_KEYS = frozenset({FORMAT_KEY, VERSION_KEY, ADAPTER_KEY})
+STARTED_KEY = "onegraph_base_changed_by"
+RESERVED_KEYS = frozenset({FORMAT_KEY, VERSION_KEY, ADAPTER_KEY, STARTED_KEY})
 
 
 def looks_like(metadata: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from onegraph.checkpoint.dialects.peft_methods import FORMS
 from onegraph.checkpoint.dialects.peft_methods.fields import Config
 from onegraph.checkpoint.dialects.peft_methods.form import PeftForm
+from onegraph.checkpoint.dialects.peft_methods.lora import STARTS, changed_base
 from onegraph.errors import CheckpointError, nearest
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,9 @@ def kept_fields(values: Mapping[str, object]) -> dict[str, object]:
     """The fields of a configuration that don't follow from the adapter: what it was made for and how, and those that nobody here knows."""
     form = FORMS.get(str(values.get("peft_type")))
     known = form.fields if form is not None else {}
-    return {name: value for name, value in values.items() if name != RUNTIME and (name not in known or known[name].kept)}
+    # A start that changed the base weights is done again by PEFT where the file is loaded: without it the file would mean something else.
+    started = {"init_lora_weights", *STARTS} if changed_base(values) is not None else set[str]()
+    return {name: value for name, value in values.items() if name != RUNTIME and (name not in known or known[name].kept or name in started)}
 
 
 def dump_config(config: Mapping[str, object]) -> bytes:

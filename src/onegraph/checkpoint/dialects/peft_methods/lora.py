@@ -42,7 +42,7 @@ ADDED_TWICE = 2
 """The output projection of an attention: PEFT 0.21 adds its difference once itself and once by merging, so that is what it trains."""
 
 # Configurations of a start, or of a way to train, that is not one here.
-_STARTS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config")
+STARTS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config")
 
 _NAMES = {
     "lora_A.weight": "down",
@@ -87,9 +87,14 @@ def _refuse(config: Config) -> Iterable[str]:
 
 def refuse_inits(config: Config) -> Iterable[str]:
     """An initialisation that changed the base weights."""
-    init = config.values["init_lora_weights"]
-    if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
+    if (init := changed_base(config.values)) is not None:
         yield f"init_lora_weights = {init!r} (it changes the base weights, so the adapter alone is not the whole difference)"
+
+
+def changed_base(values: Mapping[str, object]) -> str | None:
+    """The start that changed the base weights, by the fields of a configuration; None for one that left them alone."""
+    init = values.get("init_lora_weights")
+    return init if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE) else None
 
 
 def refuse_new(config: Config) -> Iterable[str]:
@@ -97,7 +102,7 @@ def refuse_new(config: Config) -> Iterable[str]:
     init = config.values["init_lora_weights"]
     if isinstance(init, str) and init != "gaussian":
         yield f"init_lora_weights = {init!r} (true, false and 'gaussian' are there)"
-    for name in _STARTS:
+    for name in STARTS:
         if config.values.get(name):
             yield name
 
