@@ -245,6 +245,26 @@ def test_wrong_rows(adapters: Adapters, names: list[str | None], code: str) -> N
     assert torch.equal(adapters.model(IDS), before)
 
 
+def test_numbers_of_one_axis_for_an_embedding() -> None:
+    """Positions of all rows; with as many as there are rows they could be a class for each, which is another output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4))
+    adapters = attach(model, LoRA(rank=2), targets=["0"])
+    for parameter in adapters.parameters().values():
+        nn.init.normal_(parameter)
+    ids = torch.tensor([0, 3, 5])
+    alone = model(ids)
+    with adapters.rows(["default", None]):
+        torch.testing.assert_close(model(ids)[0], alone)
+        torch.testing.assert_close(model(ids[None, None]), model(ids).unsqueeze(1))  # (1, 1, T), the same for every row
+        for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+            with pytest.raises(Exception, match="rows-ambiguous"):
+                run(ids[:2])
+        torch.testing.assert_close(model(ids[:2, None])[0, 0], alone[0])
+    with adapters.rows(["default"]):
+        torch.testing.assert_close(model(ids[:1])[0], alone[:1])
+
+
 def test_wrong_number_of_rows_when_compiled(adapters: Adapters, graphs: Callable[[], int]) -> None:
     with adapters.rows(["wide", "small", None, None]):
         adapters.model(IDS)

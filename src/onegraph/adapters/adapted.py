@@ -16,6 +16,7 @@ from onegraph.methods import Method
 
 BASE = "base_layer"
 _OTHER_ROWS = "adapters.rows(): another number of rows were named than the batch of a layer has; name one for every row [row-count]"
+_TWO_MEANINGS = "adapters.rows(): an embedding got as many numbers in one axis as rows were named; give them a second one [rows-ambiguous]"
 
 
 class Adapted(nn.Module):
@@ -219,9 +220,23 @@ class Adapted(nn.Module):
 
 
 def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
-    """The input with one row an adapter; positions, the same for every row, come as a single one."""
-    if layer.kind == "embedding" and (x.dim() < 2 or x.shape[0] == 1):
-        return x.expand(num_rows, *x.shape[-1:])
+    """The input with one row an adapter; positions, the same for every row, come as a single one or without a batch axis."""
+    if layer.kind == "embedding" and x.dim() < 2:
+        # As many as there are rows can be the positions of all of them, or a class for each: another output.
+        one_meaning = x.dim() == 0 or x.shape[0] != num_rows or num_rows == 1
+        if torch.compiler.is_compiling():
+            torch._check(one_meaning, lambda: _TWO_MEANINGS)  # type: ignore[no-untyped-call]
+        elif not one_meaning:
+            raise AdapterError(
+                f"{num_rows} rows were named, and an embedding got {num_rows} numbers in one axis",
+                why="They can be one for each row, or positions that are the same for every row; the outputs have different shapes.",
+                hint="give positions a batch axis, positions[None], and classes a second one, classes[:, None], or leave the layer "
+                "out with exclude=",
+                code="rows-ambiguous",
+            )
+        return x.expand(num_rows, *x.shape)
+    if layer.kind == "embedding" and x.shape[0] == 1:
+        return x.expand(num_rows, *x.shape[1:])
     fits = x.dim() > layer.batch_axis and x.shape[layer.batch_axis] == num_rows
     if torch.compiler.is_compiling():  # our own exceptions can't be made inside a graph
         torch._check(fits, lambda: _OTHER_ROWS)  # type: ignore[no-untyped-call]

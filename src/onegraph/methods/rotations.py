@@ -7,6 +7,7 @@ rounding the diagonal of R, which is near 1, would give every feature a gain.
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 
