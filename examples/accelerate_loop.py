@@ -2,6 +2,7 @@
 
 accelerate launch examples/accelerate_loop.py
 accelerate launch --dynamo_backend inductor --mixed_precision bf16 examples/accelerate_loop.py --model SmolLM2-135M --text book.txt
+accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py             # also on a machine without a GPU
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main(command_line: Sequence[str] | None = None) -> list[float]:
 
     # What accelerate would compile whole is compiled by blocks, with the backend that it was told; so it is told to compile nothing itself.
     settings = resolve_settings()
-    accelerator = Accelerator(dynamo_backend="no", gradient_accumulation_steps=2)
+    # Several processes on a CPU find each other only where accelerate is told that it is one.
+    accelerator = Accelerator(dynamo_backend="no", gradient_accumulation_steps=2, cpu=not torch.accelerator.is_available())
 
     torch.manual_seed(0)
     text = options.text.read_text(encoding="utf-8")

@@ -317,8 +317,8 @@ def test_show_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str
     assert main(["cache", "show"]) == 0
     text = capsys.readouterr().out
     assert str(folder) in text
-    assert "2 graphs, 1 built kernels" in text
-    assert f"torch {VERSION}: 1 graphs" in text
+    assert "2 graphs (1 traced, 1 compiled), 1 built kernels" in text
+    assert f"torch {VERSION}: 1 compiled graphs" in text
     assert "3 of 4 graphs found here, 2 hours ago" in text
     assert main(["cache", "show", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

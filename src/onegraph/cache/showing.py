@@ -45,9 +45,11 @@ class Contents:
         folder: Place, size, age, disk: as the doctor sees it.
         made_for: Compiler and processor -> C++ kernels built by and for them, of those that were read.
         last_run: Hits and misses of the last run; None when none left a record.
+        traced: How many of its graphs AOTAutograd keeps, which spare tracing and differentiating; the others are inductor's.
     """
 
     folder: CacheFolder
+    traced: int = 0
     made_for: dict[str, int] = field(default_factory=dict)
     last_run: LastRun | None = None
 
@@ -63,10 +65,11 @@ class Contents:
         if folder.problem:
             lines.append(f"          {folder.problem}")
         lines.append(f"size      {in_bytes(folder.bytes)} in {folder.files} files")
-        lines.append(f"holds     {folder.entries} graphs, {folder.libraries} built kernels")
+        kinds = f"{self.traced} traced, {folder.entries - self.traced} compiled"
+        lines.append(f"holds     {folder.entries} graphs ({kinds}), {folder.libraries} built kernels")
         if folder.oldest_seconds is not None and folder.newest_seconds is not None:
             lines.append(f"age       {in_words(folder.newest_seconds)} to {in_words(folder.oldest_seconds)}")
-        made = [f"torch {version}: {number} graphs" for version, number in folder.written_by.items()]
+        made = [f"torch {version}: {number} compiled graphs" for version, number in folder.written_by.items()]
         made += [f"{kind}: {number} kernels" for kind, number in self.made_for.items()]
         lines += [f"{'made by' if number == 0 else '':<10}{line}" for number, line in enumerate(made)]
         if self.last_run is not None:
@@ -89,7 +92,8 @@ def contents() -> Contents:
         torch_version = None
     folder = cache_folder(torch_version)
     found = list(entries(Path(folder.path)))
-    return Contents(folder=folder, made_for=_made_for(found), last_run=_last_run(Path(folder.path)))
+    traced = sum(entry.is_graph and entry.name.startswith("aotautograd/") for entry in found)
+    return Contents(folder=folder, traced=traced, made_for=_made_for(found), last_run=_last_run(Path(folder.path)))
 
 
 def _made_for(found: list[Entry]) -> dict[str, int]:
