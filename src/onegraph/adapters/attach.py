@@ -41,7 +41,8 @@ def attach(
         overrides: ``{pattern: method}``: another rank, alpha or method for some layers. A pattern matches a path or its ending after a
             dot; the first match wins.
         also: ``{target: method}``: further modules with methods of their own, such as ``{"classifier": Dense()}``.
-        capacity: The rank to pad to, so that adapters up to it share one graph; None: the method's own.
+        capacity: The rank to pad to, so that adapters up to it share one graph; None: the method's own (of MiSS and LoKr, other ranks
+            then have other graphs).
         dtype: Of the adapter's parameters, whatever the base has; None: the base layer's.
         generator: Draws the initial tensors, on the CPU.
 

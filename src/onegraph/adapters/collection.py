@@ -302,7 +302,7 @@ class Adapters(AdapterValues):
 
         Args:
             num_adapters: How many adapters there will be, in each structure.
-            rank: The highest rank there will be.
+            rank: The highest rank there will be. Adapters of MiSS and LoKr, there or to come, then share a graph whatever their ranks.
             method: Also for this method, with the settings (dropouts) that it has.
             targets: On these layers, as for ``attach``; None: those that are adapted already.
 
