@@ -132,6 +132,44 @@ def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(adapted: Adapt, comp
     assert not any(torch.equal(fresh[name], value) for name, value in expected.items()), "nothing trained: the test shows nothing"
 
 
+def test_adalora_allocates_in_a_callback_as_with_peft_and_resumes(tmp_path: Path) -> None:
+    def trainer(library: Any, folder: Path, **options: Any) -> Any:
+        fields = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 2, "total_step": 8, "target_modules": ["q_proj", "v_proj"]}
+        torch.manual_seed(1)
+        model = library.get_peft_model(llama(), library.AdaLoraConfig(**fields, task_type="CAUSAL_LM"))
+        library.set_peft_model_state_dict(model, load_file(tmp_path / "start" / "adapter_model.safetensors"))
+
+        class Allocate(transformers.TrainerCallback):
+            def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                model.base_model.update_and_allocate(state.global_step + 1)
+
+        made = trainer_of(model, folder, max_steps=8, **options)
+        made.add_callback(Allocate())
+        return made
+
+    ours.get_peft_model(
+        llama(), ours.AdaLoraConfig(init_r=4, total_step=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).save_pretrained(tmp_path / "start")
+    expected = trainer(theirs, tmp_path / "theirs")
+    expected.train()
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "save_strategy": "steps", "save_steps": 5}
+    whole = trainer(ours, tmp_path / "ours", **compiled)
+    with Watch() as watch:
+        whole.train()
+    assert watch.recompiles == []
+    assert losses(whole) == pytest.approx(losses(expected), rel=1e-5)
+    counts = [
+        {name.removesuffix(".default"): sum(kept) for name, kept in run.model.peft_config["default"].rank_pattern.items()}
+        for run in (whole, expected)
+    ]
+    assert counts[0] == counts[1]
+    assert sum(counts[0].values()) == 8
+    again = trainer(ours, tmp_path / "ours", **compiled)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-5"))
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(weights(again.model)[name], value) for name, value in weights(whole.model).items())
+
+
 def test_an_adapter_beside_weights_that_its_start_changed_resumes_beside_them(tmp_path: Path) -> None:
     def adopted() -> Any:
         return og.adopt(theirs.get_peft_model(llama(), theirs.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora"))).model

@@ -27,6 +27,8 @@ else:
 logger = logging.getLogger(__name__)
 
 _LOADED = "_hf_peft_config_loaded"
+# What AdaLoRA's allocator knows, beside the optimizer's state.
+_ALLOCATION = "rank_allocation.pt"
 
 
 @contextlib.contextmanager
@@ -146,6 +148,11 @@ class AdapterTrainer(_Trainer):
         assert found is not None, "the adapters were taken off while Trainer has the model"
         return found
 
+    @property
+    def _tuner(self) -> Any:
+        """What holds the adapters of a model of ``onegraph.peft``."""
+        return vars(self.model).get("_modules", {}).get("base_model")
+
     # Models
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -197,9 +204,15 @@ class AdapterTrainer(_Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
             write_exact(self._adapters, output_dir)
+            state = getattr(self._tuner, "allocation_state", lambda: None)()
+            if state is not None:
+                torch.save(state, Path(output_dir) / _ALLOCATION)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         read_folders(self._adapters, resume_from_checkpoint)
+        place = Path(resume_from_checkpoint) / _ALLOCATION
+        if place.is_file() and hasattr(self._tuner, "load_allocation_state"):
+            self._tuner.load_allocation_state(torch.load(place, map_location="cpu", weights_only=True))
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None

@@ -68,6 +68,24 @@ class AdaLoraModel(LoraModel):
 
     def update_and_allocate(self, global_step: int) -> None:
         """Take in the gradients and allocate the ranks, after the optimizer's step and before gradients are cleared; steps from 0 on."""
+        config = self.peft_config[str(self._active)]
+        allocator = self._rank_allocator()
+        allocator.state_dict()["number"].fill_(global_step)
+        allocator.step()
+        if global_step >= config.total_step - config.tfinal:
+            config.rank_pattern = {f"{path}.lora_E": kept for path, kept in allocator.rank_pattern().items()}
+
+    def allocation_state(self) -> dict[str, Tensor] | None:
+        """What ``update_and_allocate`` goes on from; None before its first call. PEFT's checkpoints lose it."""
+        owner, allocator = vars(self).get("_allocator", (None, None))
+        return allocator.state_dict() if allocator is not None and owner == self._active else None
+
+    def load_allocation_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        self._rank_allocator().load_state_dict(state)
+
+    def _rank_allocator(self) -> RankAllocator:
+        """That of the active adapter, made when it is first asked for."""
         name = str(self._active)
         config = self.peft_config[name]
         owner, allocator = vars(self).get("_allocator", (None, None))
@@ -84,10 +102,8 @@ class AdaLoraModel(LoraModel):
                 ranks=_ranks(self.adapters, name),
             )
             vars(self)["_allocator"] = name, allocator
-        allocator.state_dict()["number"].fill_(global_step)
-        allocator.step()
-        if global_step >= config.total_step - config.tfinal:
-            config.rank_pattern = {f"{path}.lora_E": kept for path, kept in allocator.rank_pattern().items()}
+        assert isinstance(allocator, RankAllocator)
+        return allocator
 
 
 def _triplets(adapters: Adapters, name: str) -> dict[str, dict[str, Tensor]]:
