@@ -65,6 +65,14 @@ class Adapted(nn.Module):
         self.slot, self._shared_slot = slot, shared_slot
         self._register()
 
+    def forget(self, old: Method, new: Method) -> None:
+        """Let one structure stand in the place of another, with what the layer runs on its identity until it is activated again."""
+        slots = self.structures.pop(new)
+        found = {new if structure == old else structure: slots if structure == old else own for structure, own in self.structures.items()}
+        self.structures = found
+        if self._method == old:
+            self.activate(new, 0)
+
     def _running(self) -> tuple[Method, int, int]:
         """The structure and the slots whose Parameters are registered."""
         if self._rows is not None and not self._layer.takes_rows:
