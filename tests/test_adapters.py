@@ -121,6 +121,25 @@ def test_training_writes_into_the_storage() -> None:
     assert any(layer.up.any() for layer in adapters.layers.values() if layer.layer.kind != "embedding")
 
 
+def test_data_that_a_program_assigns_is_the_adapter_from_then_on() -> None:
+    """``parameter.data = ...``, as ``vector_to_parameters`` does: the Parameter then lies outside of the storage."""
+    model = Model()
+    adapters = attach(model, LoRA(rank=2), targets=TARGETS)
+    adapters.add("other", LoRA(rank=2))
+    nn.utils.vector_to_parameters(torch.randn(sum(p.numel() for p in adapters.parameters().values())), adapters.parameters().values())
+    expected = model(IDS).detach()
+    values = {key: value.detach().clone() for key, value in adapters.parameters().items()}
+    saved = {f"{path}.{key}": value.clone() for path, own in adapters.tensors("default").items() for key, value in own.items()}
+    assert all(torch.equal(saved[key], value) for key, value in values.items())
+    adapters.parameters()["blocks.0.query.up"].data = values["blocks.0.query.up"].clone()
+    with adapters.rows(["default"] * len(IDS)):
+        torch.testing.assert_close(model(IDS), expected)
+    adapters.add("third", LoRA(rank=5))  # the storage grows
+    torch.testing.assert_close(model(IDS), expected)
+    adapters.parameters()["blocks.0.query.up"].data = torch.zeros(1)
+    assert code_of(adapters.tensors, "default") == "tensor-shape"
+
+
 def test_every_slot_is_aligned_and_contiguous() -> None:
     adapters = attach(nn.Sequential(nn.Linear(3, 5)), LoRA(rank=3), targets=["0"])
     for number in range(5):

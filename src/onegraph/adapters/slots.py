@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onegraph.errors import AdapterError
 from onegraph.layers import Layer
 from onegraph.methods import Method, ParameterSpec
 
@@ -146,6 +147,29 @@ class Slots:
         own = method.parameters(self.layer)
         return {name: parameter for name, parameter in self._parameters[slot].items() if name in own}
 
+    @torch.no_grad()
+    def tie(self) -> None:
+        """Take in what programs have assigned as ``parameter.data``, and let the Parameters be views of the storage again.
+
+        Raises:
+            AdapterError: ``tensor-shape``: it was assigned another shape.
+        """
+        for slot, tied in self._parameters.items():
+            for name, parameter in tied.items():
+                view = self.block.parameter(name, slot)
+                if parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype:
+                    continue
+                if parameter.shape != view.shape:
+                    shapes = f"{tuple(parameter.shape)}, not {tuple(view.shape)}"
+                    raise AdapterError(
+                        f"a Parameter {name!r} of an adapter was assigned data of shape {shapes}",
+                        hint="adapters.load_tensors(name, tensors) takes tensors of the adapter's rank",
+                        code="tensor-shape",
+                    )
+                if slot != 0:  # the identity stays what it is
+                    view.copy_(parameter)
+                parameter.data = view
+
     def settings(self, slot: int) -> dict[str, Tensor]:
         """The settings of a slot as 0-d views of the storage."""
         return {name: self.block.setting(name, slot) for name in self.block.settings_memory}
@@ -163,6 +187,7 @@ class Slots:
             slots: Those in it that are adapters; a backward pass gives their Parameters the gradients.
             batch: The same object for all layers of a batch. Each batch has leaves of its own, which know whom they are for.
         """
+        self.tie()
         if batch is not self._batch:
             self._batch, self._leaves, self._row_parameters = batch, {}, {}
         self._row_parameters |= {slot: self.parameters(slot) for slot in slots}
@@ -205,18 +230,21 @@ class Slots:
     @torch.no_grad()
     def write(self, slot: int, rank: int | None, tensors: Mapping[str, Tensor], sizes: Method | None = None) -> None:
         """Copy tensors of a true rank (and true sizes, or some of the structure's names) into a slot; the rest of each is zero."""
+        self.tie()
         specs = self.specs(rank, sizes)
         for name, value in tensors.items():
             _fill(self.block.parameter(name, slot), specs[name], value)
 
     def read(self, slot: int, rank: int | None, sizes: Method | None = None) -> dict[str, Tensor]:
         """The tensors of a slot, cut to a true rank (and true sizes and names): views where the layout allows."""
+        self.tie()
         specs = self.specs(rank, sizes)
         return {name: _cut(self.block.parameter(name, slot), specs[name]) for name in self.block.shapes if name in specs}
 
     @torch.no_grad()
     def grown(self, num_slots: int, rank: int | None, settings: Iterable[str], sizes: Method | None = None) -> Block:
         """A larger block with the same contents. Nothing changes before ``adopt``."""
+        self.tie()
         block = self._allocate(num_slots, rank, settings, self.block.sizes if sizes is None else sizes)
         old = self.specs(self.rank)
         identity = self.identity(rank, block.sizes)
@@ -268,6 +296,7 @@ class Slots:
     @torch.no_grad()
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move storage and gradients as ``nn.Module._apply`` does. Settings follow the device and keep their dtype."""
+        self.tie()
         from_meta = self.device.type == "meta"
         memory = {name: function(storage) for name, storage in self.block.memory.items()}
         first = next(iter(memory.values()))
