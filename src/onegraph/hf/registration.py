@@ -7,6 +7,7 @@ are. Nothing of transformers is imported for it.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -19,6 +20,13 @@ from onegraph.adapters.arrival import when_adapted
 from onegraph.hf.folders import save_as_adapters
 
 _TRAINER = "transformers.trainer"
+WITH_REFERENCE = {
+    "trl.trainer.dpo_trainer": "DPOTrainer",
+    "trl.trainer.kto_trainer": "KTOTrainer",
+    "trl.trainer.grpo_trainer": "GRPOTrainer",
+    "trl.trainer.rloo_trainer": "RLOOTrainer",
+}
+"""Module of TRL -> the trainer in it, which compares the model with a reference: the model as it was."""
 _MARK = "_onegraph_looks"
 
 Prepare = Callable[[ModuleType], None]
@@ -31,6 +39,8 @@ def register() -> None:
     """
     when_adapted(save_as_adapters)
     after_import(_TRAINER, _prepare_trainer)
+    for name in WITH_REFERENCE:
+        after_import(name, _prepare_reference)
 
 
 def after_import(name: str, prepare: Prepare) -> None:
@@ -74,6 +84,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             prepare(module)
 
         loader.exec_module = exec_module
+
+
+def _prepare_reference(module: ModuleType) -> None:
+    """By the room with PEFT's face, which nobody need have imported: it takes a while."""
+    importlib.import_module("onegraph.peft.trl").prepare(module)
 
 
 def _prepare_trainer(module: ModuleType) -> None:

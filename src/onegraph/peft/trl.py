@@ -11,18 +11,11 @@ from torch import nn
 from onegraph.adapters import adapters_of
 from onegraph.checkpoint.save_peft import peft_contents
 from onegraph.errors import ConfigurationError
+from onegraph.hf.registration import WITH_REFERENCE
 from onegraph.peft import functions
 from onegraph.peft.configs import PeftConfig, get_peft_config
 from onegraph.peft.model import PeftModel
 from onegraph.peft.tasks import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
-
-WITH_REFERENCE = {
-    "trl.trainer.dpo_trainer": "DPOTrainer",
-    "trl.trainer.kto_trainer": "KTOTrainer",
-    "trl.trainer.grpo_trainer": "GRPOTrainer",
-    "trl.trainer.rloo_trainer": "RLOOTrainer",
-}
-"""Module -> the trainer in it, which compares the model with a reference: the model as it was."""
 
 _WITHOUT = ("trl.trainer.reward_trainer", "trl.trainer.distillation_trainer", "trl.experimental.utils")
 _FURTHER = ("bco", "cpo", "iw_opd", "online_dpo", "orpo", "prm", "sdft", "sdpo", "ssd", "tpo")
