@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from onegraph.adapters import Adapters, attach
-from onegraph.errors import OnegraphError
+from onegraph.compiling import compile
+from onegraph.errors import AdapterError, OnegraphError
 from onegraph.methods import LoRA, Method
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 1], [2, 2, 9]])
@@ -270,6 +271,19 @@ def test_wrong_number_of_rows_when_compiled(adapters: Adapters, graphs: Callable
         adapters.model(IDS)
     with pytest.raises(Exception, match="rows were named"), adapters.rows(["wide", "small"]):
         adapters.model(IDS)
+
+
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+def test_wrong_rows_of_a_compiled_region_are_our_error(adapters: Adapters, regions: str) -> None:
+    compile(adapters.model, backend="eager", regions=regions)
+    with adapters.rows(["wide", "small", None, None]):
+        right = adapters.model(IDS)
+    with pytest.raises(AdapterError) as raised, adapters.rows(["wide", "small"]):
+        adapters.model(IDS)
+    assert raised.value.code == "row-count"
+    assert "hint:" in str(raised.value)
+    with adapters.rows(["wide", "small", None, None]):
+        torch.testing.assert_close(adapters.model(IDS), right)
 
 
 def test_moving_inside_rows(adapters: Adapters) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
+from onegraph.adapters.row_errors import require_one_meaning, require_rows
 from onegraph.adapters.run import Inside, run, run_rows
 from onegraph.adapters.slots import Rows, Slots
-from onegraph.errors import AdapterError
 from onegraph.layers import Layer
 from onegraph.methods import Method
 
 BASE = "base_layer"
-_OTHER_ROWS = "adapters.rows(): another number of rows were named than the batch of a layer has; name one for every row [row-count]"
-_TWO_MEANINGS = "adapters.rows(): an embedding got as many numbers in one axis as rows were named; give them a second one [rows-ambiguous]"
 
 
 class Adapted(nn.Module):
@@ -232,29 +229,12 @@ def _batch(x: Tensor, num_rows: int, layer: Layer) -> Tensor:
     if layer.kind == "embedding" and x.dim() < 2:
         # As many as there are rows can be the positions of all of them, or a class for each: another output.
         one_meaning = x.dim() == 0 or x.shape[0] != num_rows or num_rows == 1
-        if torch.compiler.is_compiling():
-            torch._check(one_meaning, lambda: _TWO_MEANINGS)  # type: ignore[no-untyped-call]
-        elif not one_meaning:
-            raise AdapterError(
-                f"{num_rows} rows were named, and an embedding got {num_rows} numbers in one axis",
-                why="They can be one for each row, or positions that are the same for every row; the outputs have different shapes.",
-                hint="give positions a batch axis, positions[None], and classes a second one, classes[:, None], or leave the layer "
-                "out with exclude=",
-                code="rows-ambiguous",
-            )
+        require_one_meaning(one_meaning, num_rows)
         return x.expand(num_rows, *x.shape)
     if layer.kind == "embedding" and x.shape[0] == 1:
         return x.expand(num_rows, *x.shape[1:])
     fits = x.dim() > layer.batch_axis and x.shape[layer.batch_axis] == num_rows
-    if torch.compiler.is_compiling():  # our own exceptions can't be made inside a graph
-        torch._check(fits, lambda: _OTHER_ROWS)  # type: ignore[no-untyped-call]
-    elif not fits:
-        raise AdapterError(
-            f"{num_rows} rows were named, but a layer got an input of shape {tuple(x.shape)}",
-            why="rows() names the adapter of every row of the batch, and the first axis of a layer's input is the batch.",
-            hint="name as many rows as the batch has; leave layers that see another batch axis out with exclude=",
-            code="row-count",
-        )
+    require_rows(fits, num_rows, x.shape)
     return x
 
 

@@ -19,6 +19,7 @@ from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
 from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
+from onegraph.compiling.raising import with_own_errors
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
 from onegraph.compiling.tuning import tuned_options
@@ -128,7 +129,7 @@ def compile(
                 )
                 callers[region.class_name], inside[region.class_name] = make(), functools.cache(functools.partial(make, hooks=False))
             call = within_hooks(region.module, functools.partial(callers[region.class_name], region.module), inside[region.class_name])
-            _install(region.module, with_caches(region.module, call, dynamic=settings.dynamic), compiled)
+            _install(region.module, with_own_errors(with_caches(region.module, call, dynamic=settings.dynamic)), compiled)
         if already_compiled(model):
             compiled._undo.append(functools.partial(compiled_by_transformers, model))
     elif gradient_checkpointing:
