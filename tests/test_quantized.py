@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import onegraph
 from cases import METHODS, MethodCase
 from onegraph.adapters import Adapters, adapters_of, attach
 from onegraph.errors import OnegraphError
@@ -413,3 +414,33 @@ def test_what_is_not_quantised_yet_is_refused() -> None:
             assert raised.value.code == "unsupported-layer"
             assert reason in str(raised.value)
             assert adapters_of(nn.Sequential(module)) is None
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.plain = _eight_bit((WIDTH, WIDTH)), _eight_bit((WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.plain(self.inner(x))
+        return found
+
+
+def test_eight_bits_compile_where_the_backward_pass_computes_a_block_again() -> None:
+    """A layer without an adapter notes what it quantised on an object; dynamo refuses that under a checkpoint by itself."""
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(_Block(), _Block())
+        adapters = attach(model, LoRA(rank=2), targets=["inner"])
+        if compiled:
+            onegraph.compile(model, backend="aot_eager", gradient_checkpointing=True)
+        optimizer = torch.optim.SGD(adapters.parameters().values(), lr=0.1)
+        model.train()
+        for _ in range(3):
+            loss = model(torch.ones(3, WIDTH, requires_grad=True)).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -20,6 +20,7 @@ from onegraph.compiling.hooked import forget_forward, within_hooks
 from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.raising import with_own_errors
+from onegraph.compiling.recomputing import noting_once
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
 from onegraph.compiling.tuning import tuned_options
@@ -207,7 +208,7 @@ def caller(
         if name in inspect.signature(torch.compile).parameters:
             arguments[name] = value
     called = (_run, _run_checkpointed) if hooks else (_forward, _forward_checkpointed)
-    return torch.compile(called[gradient_checkpointing], **arguments)
+    return noting_once(torch.compile(called[gradient_checkpointing], **arguments), region.module)
 
 
 def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) -> None:
