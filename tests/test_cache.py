@@ -295,6 +295,10 @@ def test_prune_removes_what_is_of_no_use_and_clear_what_is_inductors(folder: Pat
     assert prune().files == 2
     assert set(before) - set(tree(folder)) == {f"fxgraph/ab/{'g' * 52}/{'h' * 52}", f"ab/{'d' + KEY[1:]}.main.so"}
     os.utime(folder / GRAPH, (time.time() - 86400 * 9,) * 2)
+    before = tree(folder)
+    for flag in ("--older_than_days=8", "--older-than-days=8"):  # both spellings
+        assert main(["cache", "prune", flag]) == 0
+        assert tree(folder) == before
     assert prune(older_than_days=8).files == 1
     assert clear(dry_run=True).files == 4
     assert clear().files == 4

@@ -26,6 +26,8 @@ def test_the_table_is_what_is_there() -> None:
         count = sum(tensor.numel() for layer in adapters.tensors(name).values() for tensor in layer.values())
         assert f"{count}" in table[name]
 
+    assert repr({"unet": adapters}) == "{'unet': <Adapters of Sequential, 2 layers: first (active), second, bank>}"
+
     adapters.scale("second", 0.25)
     assert lines(adapters)["second"][-1] == "0.25"
     with adapters.rows(["second", None]):

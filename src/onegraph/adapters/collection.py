@@ -48,6 +48,10 @@ class Adapters(AdapterValues):
     def __str__(self) -> str:
         return status(self._records, self.layers, active=self._active, merged=self._merged, rows=self._rows or ())
 
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} (active)" if name == self._active else name for name in self.names)
+        return f"<Adapters of {type(self.model).__name__}, {len(self.layers)} layers: {names or 'none'}>"
+
     # Which one runs
 
     def use(self, name: str | None) -> None:

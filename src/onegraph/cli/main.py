@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = argparse.ArgumentParser(prog=f"onegraph {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(own)
     try:
-        return int(module.run(own.parse_args(given[1:])))
+        return int(module.run(own.parse_args(_as_named(own, given[1:]))))
     except OnegraphError as error:
         print(f"error: {error}\n{offer(error)}", file=sys.stderr, flush=True)
         return BAD_INPUT
@@ -64,6 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
+
+
+def _as_named(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Flags as the parser names them: --batch_size for --batch-size and the other way round, up to a "--"."""
+    known = {name.replace("_", "-"): name for action in parser._actions for name in action.option_strings if name.startswith("--")}
+    named: list[str] = []
+    for place, word in enumerate(arguments):
+        if word == "--":
+            return [*named, *arguments[place:]]
+        flag, equals, value = word.partition("=")
+        named.append(f"{known.get(flag.replace('_', '-'), flag)}{equals}{value}" if word.startswith("--") else word)
+    return named
 
 
 if __name__ == "__main__":
