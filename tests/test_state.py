@@ -213,6 +213,27 @@ def test_another_format_is_refused(saved: SavedState[TrainingConfiguration]) -> 
     assert caught.value.code == "state-format"
 
 
+@pytest.mark.parametrize(
+    "change", [{"position": {"step": "3"}}, {"fingerprints": 3}, {"losses": "many"}, {"notes": 7}, {"position": []}], ids=str
+)
+def test_a_record_with_odd_values_is_refused(saved: SavedState[TrainingConfiguration], change: dict[str, object]) -> None:
+    record = json.loads((saved.folder / "state.json").read_text())
+    (saved.folder / "state.json").write_text(json.dumps(record | change))
+    with pytest.raises(CheckpointError) as caught:
+        read_state(saved.folder, TrainingConfiguration)
+    assert caught.value.code == "state-format"
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "random.pt"])
+def test_tensors_of_something_else_are_refused(saved: SavedState[TrainingConfiguration], name: str) -> None:
+    odd = {"optimizer": {"state": {}, "param_groups": []}, "schedule": {}} if name == "optimizer.pt" else {"other": 1}
+    torch.save(odd, saved.folder / name)
+    run = Run()
+    with pytest.raises(CheckpointError) as caught:
+        restore(saved, parameters=run.parameters, training=run.training)
+    assert caught.value.code == "state-differs"
+
+
 def test_other_parameters_are_refused(saved: SavedState[TrainingConfiguration]) -> None:
     run = Run()
     run.parameters["unet.more"] = run.parameters.pop("unet.down")

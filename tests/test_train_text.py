@@ -18,6 +18,7 @@ import onegraph
 from onegraph.cli import main as command
 from onegraph.cli.text_settings import ALIASES, FLAGS, label, read_configuration
 from onegraph.errors import OnegraphError
+from onegraph.training import places
 from onegraph.training.settings import branches, field_of
 from onegraph.training.text import loop
 from onegraph.training.text.attaching import OFFERED
@@ -210,6 +211,25 @@ def test_saves_on_the_way_and_what_goes(model: Path, rows: Path, tmp_path: Path)
     assert train(flags(model, rows, tmp_path / "out", *more)) == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["x", "x-state", "x-step00000004", "x-step00000004-state", "x-step00000006", "x-step00000006-state"]
+
+
+def test_a_folder_that_no_run_wrote_stays(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "out" / "x" / "thesis" / "chapter.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert train(flags(model, rows, tmp_path / "out", "--steps", "1", "--output-name", "x")) == 2
+    assert "[folder-taken]" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+
+
+def test_a_folder_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(places.os, "open", refused)
+    with pytest.raises(OnegraphError, match="Permission denied") as raised, places.sole_writer(tmp_path, "x"):
+        pass
+    assert raised.value.code == "not-writable"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -35,7 +36,7 @@ def sole_writer(folder: Path, name: str, *, ending: str = "") -> Iterator[None]:
         ending: What the message adds to the name.
 
     Raises:
-        OutputError: ``in-use``: another process does.
+        OutputError: ``in-use``: another process does; ``not-writable``, ``disk-full``: the folder.
     """
     path = folder / f".{name}.lock"
     descriptor = _locked(path, f"{name}{ending}")
@@ -50,7 +51,16 @@ def sole_writer(folder: Path, name: str, *, ending: str = "") -> Iterator[None]:
 def _locked(path: Path, name: str) -> int | None:
     """The open file behind a lock; None where the disk knows no locks."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            raise OutputError(
+                f"Can't write into the folder {path.parent}: {error.strerror or error}.",
+                why="A run marks there that it writes under its name, before anything else.",
+                hint="free some space, or choose another folder" if full else "choose another folder, or change its permissions",
+                code="disk-full" if full else "not-writable",
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

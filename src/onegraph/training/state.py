@@ -26,6 +26,7 @@ from onegraph.training.schedules import SCHEDULES, ScheduleSettings
 from onegraph.training.settings import branches, read_settings
 
 FORMAT_VERSION = 1
+RECORD = "state.json"
 
 
 class Begun(Protocol):
@@ -188,17 +189,23 @@ def read_state(folder: Path, kind: type[C]) -> SavedState[C]:
             )
         return SavedState(
             folder=folder,
-            position=Position(**record["position"]),
+            position=Position(**{name: _count(value) for name, value in record["position"].items()}),
             configuration=read_settings(kind, record["configuration"]),
             seed=int(record["seed"]),
-            fingerprints=record["fingerprints"],
-            losses=record["losses"],
-            notes=record.get("notes", {}),
+            fingerprints=dict(record["fingerprints"]),
+            losses=[float(loss) for loss in record["losses"]],
+            notes=dict(record.get("notes", {})),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder / 'state.json'} can't be read: {error!r}.", hint=_states_beside(folder), code="state-format"
         ) from error
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no position")
+    return value
 
 
 def check_resumable(saved: SavedState[C], configuration: C, freedom: Freedom) -> list[str]:
@@ -282,9 +289,17 @@ def restore(saved: SavedState[C], *, parameters: Mapping[str, Tensor], training:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-    for name, part in training.items():
-        part.load_state_dict(states[name])
-    restore_random_states(generators)
+    try:
+        for name, part in training.items():
+            part.load_state_dict(states[name])
+        restore_random_states(generators)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The state {saved.folder} does not fit this run: {error!r}.",
+            why="Its optimizer, its schedule or its random generators hold something else than those of this run.",
+            hint=_states_beside(saved.folder),
+            code="state-differs",
+        ) from error
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, what: str = "state", code: str = "state-not-written") -> Path:
@@ -307,7 +322,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, what: str = "st
             old = folder.with_name(f".{folder.name}.old")
             folder.rename(old)
             partial.rename(folder)
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # the new one is in place: what can't be removed is no failure
         else:
             partial.rename(folder)
         _flush_to_disk(folder.parent)

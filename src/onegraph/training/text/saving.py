@@ -15,6 +15,7 @@ from onegraph.checkpoint import save
 from onegraph.checkpoint.atomic import check_name, check_writable
 from onegraph.checkpoint.save_peft import peft_contents
 from onegraph.errors import CheckpointError, OutputError
+from onegraph.training.state import RECORD as STATE_RECORD
 from onegraph.training.state import write_folder
 from onegraph.training.text.configuration import SavingSettings, TextConfiguration
 
@@ -62,7 +63,7 @@ class SavePlan:
         return [path for adapter in old for path in (adapter, self.state(adapter)) if path.exists()]
 
     def check_places(self) -> None:
-        """Raises OutputError now if a name of this run can't be written later: too long, or something else stands there."""
+        """Raises OutputError now if a name of this run can't be written later: too long, or something else there."""
         check_name(self.state(self.adapter("step", 0)))
         check_writable(self.folder / "onegraph-probe")
         for adapter in (self.final, self.best, self.adapter("step", 0)):
@@ -73,6 +74,27 @@ class SavePlan:
                         hint="move it away, or choose another output_name",
                         code="is-a-file",
                     )
+                self._require_ours(folder, RECORD_NAME if folder == adapter else STATE_RECORD)
+
+    @staticmethod
+    def _require_ours(folder: Path, record: str) -> None:
+        """A folder is replaced whole: one with anything else in it has to stay."""
+        try:
+            ours = not folder.is_dir() or (folder / record).is_file() or not any(folder.iterdir())
+        except OSError as error:
+            raise OutputError(
+                f"The folder {folder} can't be read: {error.strerror or error}.",
+                why="This run would replace it, and what is in it can't be told.",
+                hint="another output_name, or a folder of your own",
+                code="not-writable",
+            ) from error
+        if not ours:
+            raise OutputError(
+                f"{folder} is there already, and no run wrote it: it has no {record}.",
+                why="This run would replace the folder with all that is in it. Nothing was changed.",
+                hint="another output_name, or move that folder away",
+                code="folder-taken",
+            )
 
     def _every(self, when: When) -> int | None:
         return self.settings.save_every_n_steps if when == "step" else self.settings.save_every_n_epochs
