@@ -316,6 +316,64 @@ def test_what_a_killed_unpacking_left_is_removed(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("onegraph-unpack-*")) == ["onegraph-unpack-new"]
 
 
+def test_what_can_not_be_read_or_removed_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    before = tree(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        assert main(["cache", "clear", "--yes"]) == 2
+    assert "5 files couldn't be removed" in capsys.readouterr().out
+
+    def walk(place: Path, onerror: Callable[[OSError], None] | None) -> list[object]:
+        if onerror is not None:
+            onerror(PermissionError(13, "Permission denied", str(place)))
+        return []
+
+    with monkeypatch.context() as patch:  # as os.walk, where a folder is another user's
+        patch.setattr("onegraph.cache.entries.os.walk", walk)
+        for call in (clear, prune, lambda: pack(tmp_path / "none.zip")):
+            with pytest.raises(CompileError, match="Permission denied") as raised:
+                call()
+            assert raised.value.code == "cache-folder"
+    assert tree(folder) == before
+    assert not (tmp_path / "none.zip").exists()
+
+
+def test_a_folder_that_is_cleared_meanwhile_packs_no_empty_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, stat = Path.read_bytes, Path.stat
+
+    def gone(path: Path) -> bytes:
+        if folder in path.parents:
+            raise FileNotFoundError(2, "gone", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", gone)
+        with pytest.raises(CompileError) as raised:
+            pack(tmp_path / "none.zip")
+    assert raised.value.code == "cache-empty"
+    assert not (tmp_path / "none.zip").exists()
+
+    staging = folder / "onegraph-unpack-done"  # an unpacking that ends while the folder is looked at
+    staging.mkdir()
+    looked: list[Path] = []
+
+    def ended(path: Path, **named: bool) -> os.stat_result:
+        if path == staging:
+            looked.append(path)
+            if len(looked) > 2:
+                raise FileNotFoundError(2, "gone", str(path))
+        return stat(path, **named)
+
+    monkeypatch.setattr(Path, "stat", ended)
+    assert clear(dry_run=True).files == 5
+    assert len(looked) > 2  # it was gone when its age was asked for
+
+
 def test_show_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / LAST_RUN).write_text(json.dumps({"ended": time.time() - 7200, "hits": 3, "misses": 1, "torch": VERSION}))
     assert main(["cache", "show"]) == 0

@@ -70,7 +70,7 @@ def prune(*, older_than_days: float | None = None, folder: str | os.PathLike[str
 def _remove(folder: str | os.PathLike[str] | None, wanted: Callable[[Entry], bool], dry_run: bool) -> Cleared:
     cache = Path(folder) if folder is not None else location()[0]
     files = bytes_ = failed = 0
-    for entry in [entry for entry in entries(cache) if wanted(entry)]:
+    for entry in [entry for entry in entries(cache, strict=True) if wanted(entry)]:
         try:
             if not dry_run:
                 entry.path.unlink(missing_ok=True)
@@ -85,9 +85,11 @@ def _remove(folder: str | os.PathLike[str] | None, wanted: Callable[[Entry], boo
                     if parent != Path():
                         (cache / parent).rmdir()
     for left in _left_behind(cache):
-        sizes = [path.stat().st_size for path in left.rglob("*") if path.is_file()]
-        files += len(sizes)
-        bytes_ += sum(sizes)
+        for path in left.rglob("*"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if path.is_file():
+                    bytes_ += path.stat().st_size
+                    files += 1
         if not dry_run:
             shutil.rmtree(left, ignore_errors=True)
     return Cleared(folder=str(cache), files=files, bytes=bytes_, failed=failed, done=not dry_run)
@@ -97,4 +99,12 @@ def _left_behind(cache: Path) -> list[Path]:
     """Folders of unpackings that were killed."""
     before = time.time() - _UNPACKED_WITHIN
     found = cache.glob(f"{STAGING}*") if cache.is_dir() else ()
-    return [path for path in found if path.is_dir() and not path.is_symlink() and path.stat().st_mtime < before]
+    return [path for path in found if path.is_dir() and not path.is_symlink() and _written(path) < before]
+
+
+def _written(path: Path) -> float:
+    """When; an unpacking that has just ended has taken its folder away."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()

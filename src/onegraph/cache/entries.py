@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from onegraph.compiling.last_run import FILE as LAST_RUN
+from onegraph.errors import CompileError
 
 # A kernel or a wrapper: a hash, in a folder named by two of its letters.
 _HASHED = re.compile(r"[a-z2-7]([a-z2-7]{2})[a-z2-7]{40,60}(\.[\w.-]+)?")
@@ -87,9 +88,17 @@ def belongs(name: str) -> bool:
     return parts[0] in {*_GRAPHS, *_OTHERS, *_PASSING}
 
 
-def entries(folder: Path) -> Iterator[Entry]:
-    """Inductor's files in a folder, by name; links and what else is there are left out."""
-    for place, folders, files in os.walk(folder):
+def entries(folder: Path, *, strict: bool = False) -> Iterator[Entry]:
+    """Inductor's files in a folder, by name; links and what else is there are left out.
+
+    Args:
+        folder: The cache folder.
+        strict: Refuse a folder that can't be read, instead of leaving it out.
+
+    Raises:
+        CompileError: ``cache-folder``, if strict.
+    """
+    for place, folders, files in os.walk(folder, onerror=_unreadable if strict else None):
         folders[:] = sorted(name for name in folders if not (Path(place) / name).is_symlink())
         for file in sorted(files):
             path = Path(place) / file
@@ -101,6 +110,17 @@ def entries(folder: Path) -> Iterator[Entry]:
             except OSError:
                 continue  # gone meanwhile: another process is at work
             yield Entry(name=name, path=path, bytes=status.st_size, written=status.st_mtime)
+
+
+def _unreadable(error: OSError) -> None:
+    if isinstance(error, FileNotFoundError):
+        return  # gone meanwhile
+    raise CompileError(
+        f"{error.filename} in inductor's cache folder can't be read: {error.strerror or error}.",
+        why="What is in it can't be told. Nothing was changed.",
+        hint="as the user who compiled into it, or name another folder: export TORCHINDUCTOR_CACHE_DIR=FOLDER",
+        code="cache-folder",
+    ) from error
 
 
 def travels(entry: Entry) -> bool:

@@ -58,20 +58,14 @@ def pack(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None 
         folder: The cache folder; the one inductor would use when None.
 
     Raises:
-        CompileError: ``cache-empty``: there is nothing to pack.
+        CompileError: ``cache-empty``: there is nothing to pack; ``cache-folder``: a folder in it.
         OutputError: The file can't be written.
     """
     path = Path(path)
     cache = Path(folder) if folder is not None else location()[0]
     check_writable(path)
-    found = [entry for entry in entries(cache) if travels(entry)] if cache.is_dir() else []
-    if not any(entry.is_graph for entry in found):
-        raise CompileError(
-            f"There are no graphs in inductor's cache folder {cache}.",
-            why="Nothing has been compiled with inductor into it." if cache.is_dir() else "The folder isn't there.",
-            hint="Run one compiled step first, or name the folder: export TORCHINDUCTOR_CACHE_DIR=FOLDER",
-            code="cache-empty",
-        )
+    found = [entry for entry in entries(cache, strict=True) if travels(entry)] if cache.is_dir() else []
+    _require_graphs(cache, found, "Nothing has been compiled with inductor into it." if cache.is_dir() else "The folder isn't there.")
     machine = machine_kind().record()
     written: list[Entry] = []
 
@@ -84,6 +78,7 @@ def pack(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None 
                     continue  # cleared meanwhile
                 archive.writestr(FILES + entry.name, content)
                 written.append(entry)
+            _require_graphs(cache, written, "Another process cleared it meanwhile. Nothing was written.")
             manifest = {
                 "format": FORMAT,
                 "onegraph": onegraph.__version__,
@@ -106,3 +101,13 @@ def pack(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None 
         bytes=sum(entry.bytes for entry in written),
         packed_bytes=path.stat().st_size,
     )
+
+
+def _require_graphs(cache: Path, found: list[Entry], why: str) -> None:
+    if not any(entry.is_graph for entry in found):
+        raise CompileError(
+            f"There are no graphs in inductor's cache folder {cache}.",
+            why=why,
+            hint="Run one compiled step first, or name the folder: export TORCHINDUCTOR_CACHE_DIR=FOLDER",
+            code="cache-empty",
+        )

@@ -58,13 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
         counted = not arguments.yes
         cleared = clear(dry_run=counted) if job == "clear" else prune(older_than_days=arguments.older_than_days, dry_run=counted)
         _print(arguments.json, dataclasses.asdict(cleared), _removed(cleared))
+        return 2 if cleared.failed else 0
     return 0
 
 
 def _removed(cleared: Cleared) -> str:
     text = f"{cleared.folder}: {cleared.files} files, {in_bytes(cleared.bytes)}"
     if cleared.failed:
-        text += f"; {cleared.failed} couldn't be removed"
+        return f"{text}, removed; {cleared.failed} files couldn't be removed: they, or their folders, are another user's or read-only"
     return f"{text}, removed" if cleared.done else f"{text}, would be removed: say --yes" if cleared.files else f"{text}: nothing to remove"
 
 
