@@ -292,7 +292,17 @@ def different_adapters() -> list[str]:
     start()
     model = llama()
     og.attach(model, og.LoRA(rank=4 + dist.get_rank()), targets=["q_proj"])
-    return [code_of(lambda: og.replicate(model)), code_of(lambda: og.shard(model))]
+    refused = [code_of(lambda: og.replicate(model)), code_of(lambda: og.shard(model))]
+
+    model = llama()
+    adapters = og.attach(model, og.LoRA(rank=4), targets=["q_proj"])
+    og.replicate(model)
+    for seed in (dist.get_rank(), 7):  # drawn apart, then with one seed
+        torch.manual_seed(seed)
+        adapters.add("late", og.LoRA(rank=4))
+        refused.append(code_of(lambda: model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()))
+        adapters.delete("late")
+    return refused
 
 
 def diffusion(flags: list[str], stop_after: int = 0) -> tuple[int, str, str]:

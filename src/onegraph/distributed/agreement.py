@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,33 @@ def require_same_adapters(adapters: Adapters, group: dist.ProcessGroup | None) -
             f"the processes have different adapters ({listed})",
             why="Their gradients are averaged one by one: names, methods, layers and shapes have to be the same everywhere.",
             hint="make the same calls with the same settings in every process; only the data differ",
+            code="processes-differ",
+        )
+
+
+@torch.no_grad()
+def require_same_values(adapters: Adapters, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    """Adapters that were added to running processes hold the same numbers in all of them.
+
+    Raises:
+        AdapterError: ``processes-differ``, in every process.
+    """
+    found = {}
+    for name in names:
+        digest = hashlib.sha256()
+        for key, value in sorted(adapters.parameters(name).items()):
+            digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found[name] = digest.hexdigest()
+    all_processes: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(all_processes, found, group=group)
+    first = all_processes[0]
+    differing = sorted({name for process in all_processes for name in {*process, *found} if process.get(name) != first.get(name)})
+    if differing:
+        raise AdapterError(
+            f"the processes have other values in {', '.join(map(repr, differing))}, added since their gradients are averaged",
+            why="Each process drew its own, so the same step would leave another adapter in each.",
+            hint="the same seed everywhere before adding (torch.manual_seed, or generator=), or add before replicate or shard",
             code="processes-differ",
         )
 

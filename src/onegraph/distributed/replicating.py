@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onegraph.adapters import Adapters, adapters_of
-from onegraph.distributed.agreement import require_processes, require_same_adapters, send_from_first
+from onegraph.distributed.agreement import require_processes, require_same_adapters, require_same_values, send_from_first
 from onegraph.distributed.gradients import average_gradients
 from onegraph.errors import AdapterError, ConfigurationError
 
@@ -20,7 +20,8 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mo
     """Average the adapters' gradients over all processes whenever a backward pass ends, in place; returns the model.
 
     What DDP does for a model, for adapters: all of them, the one that is used now and any that is used, added or named for rows of a
-    batch later, compiled or not. The adapters' values are those of the first process from now on. Every process makes the same calls.
+    batch later, compiled or not. The adapters' values are those of the first process from now on. Every process makes the same calls: one
+    that is added later has to begin with the same values everywhere, and the first backward pass looks (``processes-differ``).
 
     Args:
         model: With adapters; the whole of it is in every process.
@@ -75,6 +76,7 @@ class Synchroniser:
         self._group = group
         self._hooked: Any = WeakTensorKeyDictionary()
         self._pass: int | None = None
+        self._known: set[str] = set()
 
     def start(self) -> None:
         """From now on, for the Parameters that run now and for those that run later.
@@ -88,10 +90,12 @@ class Synchroniser:
                 hint="call replicate(model) or shard(model) once",
                 code="replicated-twice",
             )
+        self._known = set(self._adapters.names)
         self._adapters.listeners.append(partial(Synchroniser._hook, self))
         self._hook()
 
     def _hook(self) -> None:
+        self._known &= set(self._adapters.names)  # one added again under the name is another
         for leaf in self._adapters.running_leaves():
             if leaf not in self._hooked:
                 self._hooked[leaf] = leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -105,4 +109,8 @@ class Synchroniser:
     def _average(self) -> None:
         self._pass = None
         adapters = self._adapters
+        added = [name for name in adapters.names if name not in self._known]
+        if added:
+            require_same_values(adapters, added, self._group)
+            self._known.update(added)
         average_gradients((value for name in adapters.names for value in adapters.parameters(name).values()), self._group)
