@@ -133,6 +133,16 @@ def test_a_folder_that_is_not_writable_is_found_before_writing(tmp_path: Path, m
     assert raised.value.code == "not-writable"
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", denied)  # root may look everywhere
+    with pytest.raises(OutputError) as raised:
+        atomic_write(tmp_path / "adapter.bin", lambda path: pytest.fail("written"))
+    assert raised.value.code == "not-writable"
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as raised:
         atomic_write(tmp_path / "absent" / "adapter.bin", lambda path: pytest.fail("written"))

@@ -84,7 +84,11 @@ def check_name(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise OutputError now where writing ``path`` is bound to fail: a missing or read-only folder, or a folder in its place."""
-    if path.is_dir():
+    try:
+        taken = path.is_dir()
+    except OSError as error:  # a folder above it can't be looked into
+        raise _not_writable(path) from error
+    if taken:
         raise OutputError(
             f"{path} is a folder, a file was to be written there.",
             hint=f"Name a file inside it, for example {path / 'adapter.safetensors'}.",
