@@ -525,6 +525,46 @@ def test_what_would_lose_adapters_is_refused(tmp_path: Path, monkeypatch: pytest
     refused("trainer-sharded", lambda: room.take_over(sharded))
 
 
+def test_a_run_in_which_nothing_would_train_is_refused(tmp_path: Path) -> None:
+    for spoil in (
+        lambda own: own.merge(),
+        lambda own: own.use(None),
+        lambda own: [parameter.requires_grad_(False) for parameter in own.parameters().values()],
+    ):
+        model = attached(llama())
+        spoil(og.adapters_of(model))
+        refused("trainer-nothing-trains", trainer_of(model, tmp_path).train)
+        model.lm_head.weight.requires_grad_(True)  # now something does
+        trainer_of(model, tmp_path, max_steps=1).train()
+
+
+def test_a_checkpoint_that_is_not_whole_is_found_before_anything_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_of(attached(llama()), tmp_path, save_strategy="steps", save_steps=2).train()
+    whole, last = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+
+    def resumed() -> Any:
+        again = trainer_of(attached(llama()), tmp_path, max_steps=5)
+        before = weights(again.model)
+        with pytest.raises(CheckpointError) as caught:
+            again.train(resume_from_checkpoint=str(last))
+        assert caught.value.code == "trainer-checkpoint"
+        assert str(whole) in str(caught.value)
+        assert all(torch.equal(value, before[name]) for name, value in weights(again.model).items())
+
+    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        kept = (last / name).read_bytes()
+        (last / name).write_bytes(kept[: len(kept) // 2])
+        resumed()
+        if name != "rng_state.pth":
+            (last / name).unlink()
+            resumed()
+        (last / name).write_bytes(kept)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (last / name).unlink()
+    trainer_of(attached(llama()), tmp_path, max_steps=5).train(resume_from_checkpoint=str(last))
+    assert "the optimizer begins anew" in caplog.text
+
+
 def test_a_trainer_without_adapters_is_left_alone(tmp_path: Path) -> None:
     trainer = trainer_of(llama(), tmp_path)
     assert type(trainer) is Trainer

@@ -16,6 +16,7 @@ from torch import nn
 from onegraph.adapters import Adapted, Adapters, adapters_of
 from onegraph.compiling import Watch, eager
 from onegraph.errors import CompileError, ConfigurationError
+from onegraph.hf.beginning import require_training, require_whole
 from onegraph.hf.compilation import compile_as_asked, compiled_only_once
 from onegraph.hf.folders import can_be_written, read_folders, write_exact, write_folders
 
@@ -160,6 +161,7 @@ class AdapterTrainer(_Trainer):
         model: nn.Module = super().call_model_init(trial)
         adapters = adapters_of(model)
         if adapters is not None:
+            require_training(adapters, model)
             compile_as_asked(adapters.model, model, self.accelerator.state.dynamo_plugin)
         return model
 
@@ -173,7 +175,10 @@ class AdapterTrainer(_Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own; graph breaks are told."""
+        """Trainer's own, where something trains; graph breaks are told."""
+        model: nn.Module | None = self.model
+        if vars(self).get("model_init") is None and model is not None:  # else the model that trains is yet to be made
+            require_training(self._adapters, model)
         with Watch() as watch:
             result = super().train(*args, **kwargs)
         if watch.breaks:
@@ -209,6 +214,7 @@ class AdapterTrainer(_Trainer):
                 torch.save(state, Path(output_dir) / _ALLOCATION)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        require_whole(Path(resume_from_checkpoint), self.args.process_index, self.args.world_size)
         read_folders(self._adapters, resume_from_checkpoint)
         place = Path(resume_from_checkpoint) / _ALLOCATION
         if place.is_file() and hasattr(self._tuner, "load_allocation_state"):
