@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -40,6 +41,14 @@ def clean_start() -> Iterator[None]:
     if "accelerate.state" in sys.modules:
         # one for a process: the precision that the first trainer asked for would be that of all
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_garbage() -> None:
+    """What earlier modules left is set aside: else every full collection walks through millions of objects that will stay."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
