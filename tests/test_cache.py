@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -339,6 +340,18 @@ def test_what_can_not_be_read_or_removed_is_said(
             with pytest.raises(CompileError, match="Permission denied") as raised:
                 call()
             assert raised.value.code == "cache-folder"
+    opened = Path.open
+
+    def locked(path: Path, *args: Any, **named: Any) -> Any:
+        if path == folder / GRAPH:
+            refused(path)
+        return opened(path, *args, **named)
+
+    with monkeypatch.context() as patch:  # one file is another user's: not cut off, and not left out in silence
+        patch.setattr(Path, "open", locked)
+        with pytest.raises(CompileError, match="Permission denied") as raised:
+            pack(tmp_path / "none.zip")
+        assert raised.value.code == "cache-folder"
     assert tree(folder) == before
     assert not (tmp_path / "none.zip").exists()
 

@@ -538,6 +538,10 @@ def test_a_run_in_which_nothing_would_train_is_refused(tmp_path: Path) -> None:
         trainer_of(model, tmp_path, max_steps=1).train()
 
 
+def test_a_run_without_data_is_refused(tmp_path: Path) -> None:
+    refused("trainer-no-data", trainer_of(attached(llama()), tmp_path, train_dataset=[]).train)
+
+
 def test_a_checkpoint_that_is_not_whole_is_found_before_anything_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer_of(attached(llama()), tmp_path, save_strategy="steps", save_steps=2).train()
     whole, last = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from onegraph.adapters.arrival import tell_adapted
+from onegraph.adapters.checks import check_method
 from onegraph.adapters.collection import Adapters
 from onegraph.adapters.select import Targets
 from onegraph.adapters.surgery import RECORD
 from onegraph.adapters.walk import unwrapped
 from onegraph.errors import ConfigurationError
-from onegraph.methods import METHODS, Method
+from onegraph.methods import Method
 
 
 def attach(
@@ -51,14 +52,7 @@ def attach(
         AdapterError: ``adapter-exists``, ``adapter-name``, ``rank-above-capacity``, ``adapted-elsewhere``.
         ConfigurationError: ``not-a-model``, ``not-a-method``, ``target-pattern``, ``capacity``, ``dtype``.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{model!r} is not a model", hint="a torch.nn.Module, such as pipeline.unet", code="not-a-model")
-    if not isinstance(method, Method):
-        raise ConfigurationError(
-            f"{method!r} is not an adapter method",
-            hint=f"one of {', '.join(kind.__name__ for kind in METHODS.values())}, e.g. LoRA(rank=16, alpha=32)",
-            code="not-a-method",
-        )
+    check_method(method)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype={dtype} can't be trained", hint="torch.float32", code="dtype")
     adapters = adapters_of(model) or Adapters(unwrapped(model), dtype=dtype)
@@ -72,6 +66,10 @@ def attach(
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
-    """The adapters that were attached to this model, or None."""
+    """The adapters that were attached to this model, or None.
+
+    Raises:
+        ConfigurationError: ``not-a-model``.
+    """
     found = unwrapped(model).__dict__.get(RECORD)
     return found if isinstance(found, Adapters) else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from onegraph.adapters.plan import Plan
-from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, nearest
+from onegraph.errors import AdapterError, ConfigurationError, NumericsError, OnegraphError, nearest
 from onegraph.layers import Layer
-from onegraph.methods import Method, ParameterSpec
+from onegraph.methods import METHODS, Method, ParameterSpec
 
 # File systems take 255 bytes, of which endings such as "-step00000100-state" need a few.
 _LONGEST_NAME = 200
@@ -40,6 +41,24 @@ def check_name(name: str, taken: Collection[str]) -> None:
         )
 
 
+def check_method(method: object, what: str = "") -> None:
+    """It is a method: neither its name nor its class.
+
+    Args:
+        method: What was given.
+        what: For which argument, where that isn't clear.
+    """
+    if isinstance(method, Method):
+        return
+    kind = next((kind for kind in METHODS.values() if method is kind or method == kind.name), None)
+    names = ", ".join(kind.__name__ for kind in METHODS.values())
+    raise ConfigurationError(
+        f"{what and f'{what}: '}{f'a {type(method).__name__}' if isinstance(method, nn.Module) else repr(method)} is not an adapter method",
+        hint=f"{kind.__name__}() is one" if kind else f"one of {names}, e.g. LoRA(rank=16, alpha=32)",
+        code="not-a-method",
+    )
+
+
 def check_capacity(plan: Plan, capacity: int | None) -> None:
     """Every rank of the plan fits."""
     if capacity is None:
@@ -56,6 +75,14 @@ def check_capacity(plan: Plan, capacity: int | None) -> None:
             )
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """True where a tensor holds no NaN and no infinity; of one without values (meta) nothing is known against it."""
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return True
+    # The 8-bit formats have no isfinite of their own.
+    return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
+
+
 def check_finite(number: float, what: str) -> None:
     """A number, no NaN, no infinity."""
     try:
@@ -64,6 +91,11 @@ def check_finite(number: float, what: str) -> None:
         raise AdapterError(f"{what} is {number!r}, which is no number", hint="a number such as 0.5", code="not-finite-value") from None
     if not finite:
         raise AdapterError(f"{what} is {number}", why="It multiplies or masks activations: it has to be finite.", code="not-finite-value")
+
+
+def is_known(name: object, known: Collection[str]) -> bool:
+    """Whether it is the name of an adapter; what isn't text never is."""
+    return isinstance(name, str) and name in known
 
 
 def unknown_adapter(name: str, known: Collection[str]) -> OnegraphError:
@@ -97,11 +129,15 @@ def unknown_setting(method: str, setting: str, known: Collection[str]) -> Onegra
 def check_tensors(
     name: str,
     expected: Mapping[str, tuple[Method, Mapping[str, ParameterSpec]]],
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: object,
     *,
     partial: bool,
 ) -> None:
-    """Every tensor belongs to the adapter and has its shape, and, unless ``partial``, none is missing."""
+    """Every tensor belongs to the adapter, has its shape and is finite, and, unless ``partial``, none is missing."""
+    if not isinstance(tensors, Mapping) or not all(isinstance(given, Mapping) for given in tensors.values()):
+        what = f"the tensors of adapter {name!r} are {type(tensors).__name__}"
+        hint = '{"path of a layer": {"up": tensor, "down": tensor}, ...}, as tensors() gives them'
+        raise AdapterError(what, why="They belong to layers, and have names there.", hint=hint, code="tensor-unknown")
     problems: list[AdapterError] = []
     for path in tensors:
         if path not in expected:
@@ -114,6 +150,8 @@ def check_tensors(
             if key not in specs:
                 hint = f"it has {', '.join(specs)}"
                 problems.append(AdapterError(f"{path}: {method.name} has no tensor {key!r}", hint=hint, code="tensor-unknown"))
+            elif not isinstance(value, Tensor):
+                problems.append(AdapterError(f"{path}.{key} is {type(value).__name__}, no tensor", code="tensor-unknown"))
             elif tuple(value.shape) != specs[key].shape:
                 what = f"{path}.{key} has shape {tuple(value.shape)}, not {specs[key].shape}"
                 problems.append(AdapterError(what, why=f"That is the shape of {method} on this layer.", code="tensor-shape"))
@@ -121,6 +159,15 @@ def check_tensors(
         if missing and not partial:
             problems.append(AdapterError(f"{path}: no tensor for {', '.join(missing)}", code="tensor-missing"))
     if not problems:
+        broken = [f"{path}.{key}" for path, given in tensors.items() for key, value in given.items() if not is_finite(value)]
+        if broken:
+            shown = ", ".join(broken[:10]) + (f" and {len(broken) - 10} more" if len(broken) > 10 else "")
+            raise NumericsError(
+                f"tensors for adapter {name!r} hold NaN or infinity: {shown}",
+                why="Every output of those layers would be NaN. Nothing has changed.",
+                hint="the run that made them diverged; take an earlier one",
+                code="not-finite",
+            )
         return
     first = problems[0]
     more = [f"- {problem.what}" for problem in problems[:5]] + ([f"- and {len(problems) - 5} more"] if len(problems) > 5 else [])
@@ -134,7 +181,7 @@ def check_tensors(
 
 def check_rows(names: Sequence[str | None], known: Collection[str]) -> None:
     """At least one row, and every name is an adapter's."""
-    if isinstance(names, str) or not names:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
         raise ConfigurationError(
             f"rows({names!r}) names no rows",
             why="It takes the adapter of every row of the batch, in order.",
@@ -142,7 +189,7 @@ def check_rows(names: Sequence[str | None], known: Collection[str]) -> None:
             code="rows",
         )
     for name in names:
-        if name is not None and name not in known:
+        if name is not None and not is_known(name, known):
             raise unknown_adapter(name, known)
 
 

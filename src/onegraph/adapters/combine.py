@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.checks import check_finite, check_name, merged_error, unknown_adapter
+from onegraph.adapters.checks import check_finite, check_name, is_known, merged_error, unknown_adapter
 from onegraph.adapters.contributions import Contribution, adapted_base, contributions, unreadable, unwritable
 from onegraph.adapters.mixing import Mixing
 from onegraph.errors import ConfigurationError, TargetError
@@ -176,7 +176,7 @@ def _chosen(adapters: Adapters, weights: Mapping[str, float]) -> dict[str, float
             code="combine-weights",
         )
     for name, weight in weights.items():
-        if name not in adapters.names:
+        if not is_known(name, adapters.names):
             raise unknown_adapter(name, adapters.names)
         check_finite(weight, f"the weight of {name!r}")
     return {name: float(weight) for name, weight in weights.items()}

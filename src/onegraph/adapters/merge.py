@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.checks import check_finite, merged_error, unknown_adapter
+from onegraph.adapters.checks import check_finite, is_known, merged_error, unknown_adapter
 from onegraph.adapters.contributions import DTYPES, Contribution, adapted_base, contributions, precision_of, unreadable, unwritable
 from onegraph.errors import AdapterError, NumericsError, TargetError
 from onegraph.layers import EmbeddingLayer, Layer
@@ -159,9 +159,9 @@ def _chosen(
         if adapters.active is None:
             raise AdapterError("no adapter is active", hint="name those to merge", code="no-active-adapter")
         names = [adapters.active]
-    listed = [names] if isinstance(names, str) else list(names)
+    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     for name in listed:
-        if name not in adapters.names:
+        if not is_known(name, adapters.names):
             raise unknown_adapter(name, adapters.names)
     if not listed or len(set(listed)) < len(listed):
         raise AdapterError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from onegraph.adapters.adapted import Adapted
-from onegraph.adapters.checks import unhonoured_dropout
+from onegraph.adapters.checks import check_method, unhonoured_dropout
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.walk import Place, places, unwrapped
 from onegraph.errors import AdapterError, ConfigurationError, OnegraphError, TargetError, nearest
@@ -41,8 +41,12 @@ def select(
 
     Raises:
         TargetError: ``no-target-matched``, ``target-without-match``, ``unsupported-layer``, ``override-without-match``.
-        ConfigurationError: ``target-pattern``.
+        ConfigurationError: ``target-pattern``, ``not-a-method``.
     """
+    check_method(method)
+    for option, given in {"overrides": overrides, "also": also}.items():
+        for pattern, other in (given or {}).items():
+            check_method(other, f"{option}[{pattern!r}]")
     targets, exclude = _checked(targets, "targets"), _checked(exclude, "exclude")
     everywhere = places(model)
     further = _further(model, everywhere, also or {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.adapters.adapted import Adapted
-from onegraph.adapters.checks import check_finite, check_tensors, merged_error, sharded_error, unknown_adapter, unknown_setting
+from onegraph.adapters.checks import check_finite, check_tensors, is_known, merged_error, sharded_error, unknown_adapter, unknown_setting
 from onegraph.adapters.growth import Structure
 from onegraph.adapters.plan import Plan, PlanEntry
 from onegraph.adapters.records import Record
@@ -140,6 +140,7 @@ class AdapterValues:
 
         Raises:
             AdapterError: ``unknown-adapter``, ``tensor-unknown``, ``tensor-missing``, ``tensor-shape``; several are collected.
+            NumericsError: ``not-finite``.
         """
         record = self._record(name)
         self._not_in_weights(name)
@@ -231,7 +232,7 @@ class AdapterValues:
 
     def _record(self, name: str) -> Record:
         self._alive()
-        if name not in self._records:
+        if not is_known(name, self._records):
             raise unknown_adapter(name, self._records)
         return self._records[name]
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from onegraph.adapters.adapted import BASE, Adapted
+from onegraph.errors import ConfigurationError
 
 _COMPILED = "_orig_mod"
 _PARAMETRIZATIONS = "parametrizations"
@@ -29,8 +30,25 @@ class Place:
         return self.paths[0]
 
 
+def check_model(model: object) -> None:
+    """It is a module.
+
+    Raises:
+        ConfigurationError: ``not-a-model``.
+    """
+    if not isinstance(model, nn.Module):
+        inside = getattr(model, "model", None)
+        hint = "its .model is one" if isinstance(inside, nn.Module) else "a torch.nn.Module, such as pipeline.unet"
+        raise ConfigurationError(f"{model!r} is not a model", hint=hint, code="not-a-model")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of a compiled or a parallel wrapper."""
+    """The model itself, out of a compiled or a parallel wrapper.
+
+    Raises:
+        ConfigurationError: ``not-a-model``.
+    """
+    check_model(model)
     while True:
         if _COMPILED in model._modules:
             inner = model._modules[_COMPILED]

@@ -123,6 +123,21 @@ def _unreadable(error: OSError) -> None:
     ) from error
 
 
+def require_readable(entry: Entry) -> None:
+    """Another user's file isn't taken for one that was cut off.
+
+    Raises:
+        CompileError: ``cache-folder``.
+    """
+    try:
+        with entry.path.open("rb"):
+            pass
+    except PermissionError as error:
+        _unreadable(error)
+    except OSError:
+        return  # gone meanwhile
+
+
 def travels(entry: Entry) -> bool:
     """Whether an entry is of use on another machine: whole, no lock, no record of what happened here."""
     return entry.name.partition("/")[0] not in _PASSING and entry.name != LAST_RUN and entry.whole

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onegraph
-from onegraph.cache.entries import Entry, entries, travels
+from onegraph.cache.entries import Entry, entries, require_readable, travels
 from onegraph.cache.kind import machine_kind
 from onegraph.checkpoint.atomic import atomic_write, check_writable
 from onegraph.doctor.cache_folder import location
@@ -58,13 +58,16 @@ def pack(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None 
         folder: The cache folder; the one inductor would use when None.
 
     Raises:
-        CompileError: ``cache-empty``: there is nothing to pack; ``cache-folder``: a folder in it.
+        CompileError: ``cache-empty``: there is nothing to pack; ``cache-folder``: something in it that can't be read.
         OutputError: The file can't be written.
     """
     path = Path(path)
     cache = Path(folder) if folder is not None else location()[0]
     check_writable(path)
-    found = [entry for entry in entries(cache, strict=True) if travels(entry)] if cache.is_dir() else []
+    present = list(entries(cache, strict=True)) if cache.is_dir() else []
+    for entry in present:
+        require_readable(entry)
+    found = [entry for entry in present if travels(entry)]
     _require_graphs(cache, found, "Nothing has been compiled with inductor into it." if cache.is_dir() else "The folder isn't there.")
     machine = machine_kind().record()
     written: list[Entry] = []

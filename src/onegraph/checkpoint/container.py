@@ -11,6 +11,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from onegraph.adapters.checks import is_finite
 from onegraph.checkpoint.keys import first_ten
 from onegraph.errors import CheckpointError, NumericsError, nearest
 
@@ -76,14 +77,6 @@ def cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, where: 
             code="overflow",
         )
     return after
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True where a tensor holds no NaN and no infinity."""
-    if not tensor.is_floating_point():
-        return True
-    # The 8-bit formats have no isfinite of their own.
-    return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
 
 
 def read_container(path: Path) -> Container:

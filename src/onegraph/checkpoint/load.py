@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onegraph.adapters import Adapters, adapters_of, attach
+from onegraph.adapters.walk import check_model
 from onegraph.checkpoint.dialects import kohya, native
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.language_models import name_of
@@ -41,7 +42,9 @@ def load(
     Raises:
         CheckpointError: The file can't be read or doesn't fit the model; the code says how.
         AdapterError: ``adapter-exists``: another adapter has this name.
+        ConfigurationError: ``not-a-model``.
     """
+    check_model(model)
     file = read(path, format=format)
     placement = fit(file, model, part=part)
     said, own = file.config.get("base_model_name_or_path"), name_of(model)

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from onegraph.adapters import Adapters
+from onegraph.adapters import Adapters, adapters_of
 from onegraph.adapters.walk import unwrapped
 from onegraph.checkpoint import hashes
 from onegraph.checkpoint.atomic import atomic_write, check_writable
@@ -34,7 +35,7 @@ _UNET_STARTS = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out
 
 
 def save(
-    adapters: Adapters,
+    adapters: Adapters | nn.Module,
     path: str | os.PathLike[str],
     *,
     name: str | None = None,
@@ -45,7 +46,7 @@ def save(
     """Save an adapter. The file is written whole or not at all, and the model stays as it is, compiled or not.
 
     Args:
-        adapters: The adapters of a model.
+        adapters: The adapters of a model, or the model that has them.
         path: A file; for ``peft`` a folder, which is created.
         name: The adapter, the active one when omitted. ``peft`` writes all of them when omitted: ``default`` into the folder itself, the
             others into folders of their names; one that is named goes into ``path`` itself.
@@ -56,9 +57,12 @@ def save(
     Raises:
         CheckpointError: ``adapter-unsupported`` where the format has no place for what the adapter is, ``metadata``, ``adapter-format``.
         AdapterError: ``no-adapter`` or ``unknown-adapter``.
+        ConfigurationError: ``not-a-model``.
         NumericsError: ``not-finite`` or ``overflow``.
         OutputError: The place can't be written; the old file is still there.
     """
+    if not isinstance(adapters, Adapters):
+        adapters = _attached(adapters)
     check_format(format)
     target = Path(path)
     if format == "peft":
@@ -92,6 +96,18 @@ def save(
         strings = {**strings, **diffusers.adapter_metadata({part: {field: config[field] for field in kept}})}
     data = serialise(cast(flat, dtype, f"adapter {found.name!r}"), strings)
     atomic_write(target, partial(write_bytes, data), num_bytes=len(data))
+
+
+def _attached(model: nn.Module) -> Adapters:
+    adapters = adapters_of(model)
+    if adapters is None:
+        parts = [name for name, part in model.named_modules() if name and adapters_of(part) is not None]
+        raise CheckpointError(
+            f"{type(model).__name__} has no adapters.",
+            hint=f"They are on its part {parts[0]!r}: give that one." if parts else "onegraph.attach(model, ...) first.",
+            code="no-adapter",
+        )
+    return adapters
 
 
 def save_kohya(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onegraph.adapters.walk import check_model
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
 from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
@@ -95,11 +96,12 @@ def compile(
         What was compiled; its ``restore()`` makes the model eager again. Compiling again replaces the earlier compilation.
 
     Raises:
-        ConfigurationError: ``compile-settings-unknown``: an override that is no field of CompileSettings.
+        ConfigurationError: ``not-a-model``; ``compile-settings-unknown``: an override that is no field of CompileSettings.
         CompileError: ``already-wrapped``: a ``torch.compile`` wrapper was given instead of the model inside it.
 
     Source: repeated blocks, https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
     """
+    check_model(model)
     settings = _settle(settings, overrides)
     if hasattr(model, "_orig_mod"):
         raise CompileError(

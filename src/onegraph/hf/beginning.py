@@ -1,10 +1,11 @@
-"""What is looked at before a Trainer begins: that something trains, and that a checkpoint it goes on from is whole."""
+"""What is looked at before a Trainer begins: that something trains, that there are data, and that a checkpoint it goes on from is whole."""
 
 from __future__ import annotations
 
 import json
 import logging
 import zipfile
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def require_training(adapters: Adapters, model: nn.Module) -> None:
         hint=hint,
         code="trainer-nothing-trains",
     )
+
+
+def require_data(data: object) -> None:
+    """There is something to train on: torch would say "num_samples should be a positive integer value, but got num_samples=0".
+
+    Raises:
+        ConfigurationError: ``trainer-no-data``.
+    """
+    if isinstance(data, Sized) and len(data) == 0:
+        raise ConfigurationError(
+            "Trainer was to train on a data set without a row.",
+            why="Nothing was in it, or everything was filtered out.",
+            hint="look at len(train_dataset), and at what filters it",
+            code="trainer-no-data",
+        )
 
 
 def require_whole(folder: Path, process: int = 0, num_processes: int = 1) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from onegraph.adapters import Adapted, Adapters, adapters_of
 from onegraph.compiling import Watch, eager
 from onegraph.errors import CompileError, ConfigurationError
-from onegraph.hf.beginning import require_training, require_whole
+from onegraph.hf.beginning import require_data, require_training, require_whole
 from onegraph.hf.compilation import compile_as_asked, compiled_only_once
 from onegraph.hf.folders import can_be_written, read_folders, write_exact, write_folders
 
@@ -179,6 +179,7 @@ class AdapterTrainer(_Trainer):
         model: nn.Module | None = self.model
         if vars(self).get("model_init") is None and model is not None:  # else the model that trains is yet to be made
             require_training(self._adapters, model)
+        require_data(self.train_dataset)
         with Watch() as watch:
             result = super().train(*args, **kwargs)
         if watch.breaks:

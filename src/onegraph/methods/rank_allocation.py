@@ -35,6 +35,12 @@ def orthogonality(parameters: NamedTensors, masks: Mapping[str, Tensor] | None =
     Source:
         Zhang et al. 2023, https://arxiv.org/abs/2303.10512, equation 4; the mean of the norms, as PEFT takes it.
     """
+    if not isinstance(parameters, Mapping) or not parameters or not all("down" in own and "up" in own for own in parameters.values()):
+        raise ConfigurationError(
+            f"orthogonality() was given {type(parameters).__name__}, which has no factors of AdaLoRA",
+            hint="{path: {'down': ..., 'up': ...}}, the Parameters of the adapter",
+            code="allocator-tensors",
+        )
     distances: list[Tensor] = []
     for path, tensors in parameters.items():
         for factor in (tensors["down"].flatten(1), tensors["up"].t()):
