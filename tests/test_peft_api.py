@@ -723,7 +723,7 @@ def test_second_time(ids: Tensor, tmp_path: Path) -> None:
         (lambda: our_model(llama, "LoraConfig", target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="("), "layers_pattern"),
         (lambda: our_model(llama, "LoraConfig", modules_to_save="lm_head"), "a list of names was expected"),
         (lambda: our_model(llama, "LoraConfig", task_type="SEQ_CLS", modules_to_save="lm_head"), "a list of names was expected"),
-        (lambda: ours.get_peft_model(llama(), {"r": 4}), "got a dict for a configuration"),
+        (lambda: ours.get_peft_model(llama(), {"r": 4}), "a dict was given for a configuration"),
         (lambda: ours.get_peft_model(llama(), ours.LoraConfig(), "n" * 201), "is not a name for an adapter"),
         (lambda: ours.get_peft_model(llama(), ours.LoraConfig(), "__base__"), "stands for rows without one"),
         (lambda: two_adapters().add_weighted_adapter(["default"], [1.0], "__base__"), "stands for rows without one"),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onegraph as og
+from onegraph import peft
 from onegraph.errors import OnegraphError
 
 
@@ -105,3 +106,32 @@ def test_what_are_no_tensors_of_an_adapter(model: nn.Module) -> None:
         assert all(torch.equal(value, before[path][name]) for name, value in own.items())
     for nothing in (model, adapters, {}, {"0": {}}):
         said("allocator-tensors", lambda nothing=nothing: og.orthogonality(nothing))
+
+
+def test_what_the_calls_of_peft_do_not_take(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8))
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(r=2, target_modules=["0"]))
+    model.save_pretrained(tmp_path)
+    calls: dict[Callable[[], Any], str] = {
+        lambda: peft.get_peft_model(None, config): "not-a-model",
+        lambda: peft.inject_adapter_in_model(config, None): "not-a-model",
+        lambda: peft.PeftModel.from_pretrained(None, tmp_path): "not-a-model",
+        lambda: peft.prepare_model_for_kbit_training(None): "not-a-model",
+        lambda: peft.get_peft_model(plain, "lora"): "peft-config",
+        lambda: peft.get_peft_model(plain, peft.LoraConfig): "peft-config",
+        lambda: peft.inject_adapter_in_model(plain, config): "peft-config",
+        lambda: model.add_adapter(config, "b"): "peft-config",
+        lambda: peft.PeftModel.from_pretrained(plain, None): "peft-repository",
+        lambda: model.load_adapter(3, "b"): "peft-repository",
+        lambda: peft.PeftConfig.from_pretrained(plain): "peft-repository",
+        lambda: peft.set_peft_model_state_dict(model, 3): "peft-usage",
+        lambda: peft.cast_mixed_precision_params(model, "half"): "dtype",
+        lambda: model.add_weighted_adapter("default", 1.0, "c"): "peft-combination",
+    }
+    for call, code in calls.items():
+        said(code, call)
+    assert og.adapters_of(plain) is None
+    assert list(model.peft_config) == ["default"]
+    model.merge_adapter("default")  # a name alone: not seven names of a letter
+    assert og.adapters_of(model.get_base_model()).merged == ["default"]

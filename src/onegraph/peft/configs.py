@@ -271,3 +271,17 @@ CONFIGS: dict[str, type[PeftConfig]] = {
     "MISS": MissConfig,
 }
 """``peft_type`` -> the class of its configuration."""
+
+
+def require_config(config: object) -> None:
+    """It is a configuration: no name, no dictionary, no class.
+
+    Raises:
+        UsageError: ``peft-config``.
+    """
+    if not isinstance(config, PeftConfig):
+        raise UsageError(
+            f"a {type(config).__name__} was given for a configuration",
+            hint="LoraConfig(...), or get_peft_config(fields) where they are in a dictionary with peft_type",
+            code="peft-config",
+        )

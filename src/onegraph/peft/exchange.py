@@ -200,6 +200,12 @@ def set_peft_model_state_dict(
     Raises:
         CheckpointError: The tensors don't fit; the code says how. Nothing has changed.
     """
+    if not isinstance(peft_model_state_dict, Mapping):
+        raise UsageError(
+            f"set_peft_model_state_dict() got a {type(peft_model_state_dict).__name__} for tensors",
+            hint="a dictionary, such as safetensors.torch.load_file(path) gives",
+            code="peft-usage",
+        )
     adapters, _ = adapters_and_configs(model)
     fields, present = folder_contents(model, adapter_name)
     plain = tuner_of(model) is None

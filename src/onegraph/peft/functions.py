@@ -7,8 +7,9 @@ import warnings
 from torch import nn
 
 from onegraph.adapters import adapters_of
-from onegraph.peft.configs import PeftConfig
-from onegraph.peft.mistakes import UsageError, as_value_errors
+from onegraph.adapters.walk import check_model
+from onegraph.peft.configs import PeftConfig, require_config
+from onegraph.peft.mistakes import as_value_errors
 from onegraph.peft.model import PeftModel
 from onegraph.peft.targets import choose
 from onegraph.peft.tasks import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
@@ -37,12 +38,9 @@ def get_peft_model(
     Raises:
         ConfigurationError, TargetError, AdapterError: As ``onegraph.attach``; all are ValueErrors too. The model is as before.
     """
-    if not isinstance(peft_config, PeftConfig):
-        raise UsageError(
-            f"get_peft_model() got a {type(peft_config).__name__} for a configuration",
-            hint="LoraConfig(...), or get_peft_config(fields) where they are in a dictionary with peft_type",
-            code="peft-config",
-        )
+    require_config(peft_config)
+    with as_value_errors():
+        check_model(model)
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     before, name = peft_config.base_model_name_or_path, inner.__dict__.get("name_or_path") or None
     present = adapters_of(inner)

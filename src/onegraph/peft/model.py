@@ -17,7 +17,7 @@ from onegraph.adapters.surgery import RECORD
 from onegraph.compiling.outside import between_graphs
 from onegraph.peft import repositories
 from onegraph.peft.card import write_card
-from onegraph.peft.configs import PeftConfig
+from onegraph.peft.configs import PeftConfig, require_config
 from onegraph.peft.exchange import LoadResult, put, refuse_key_mapping, save_adapters
 from onegraph.peft.identity import TakenForTheirs
 from onegraph.peft.injection import missing_layers
@@ -171,6 +171,7 @@ class PeftModel(TakenForTheirs):
         self, adapter_name: str, peft_config: PeftConfig, low_cpu_mem_usage: bool = False, autocast_adapter_dtype: bool = True
     ) -> None:
         """Add an adapter; ``set_adapter`` makes it the active one. It may have another method than those that are there."""
+        require_config(peft_config)
         self.settle_config(peft_config)
         self.base_model.add(adapter_name, peft_config, autocast=autocast_adapter_dtype)
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from onegraph.adapters import adapters_of
-from onegraph.adapters.walk import unwrapped
+from onegraph.adapters.walk import check_model, unwrapped
 from onegraph.peft.exchange import tuner_of
+from onegraph.peft.mistakes import UsageError, as_value_errors
 
 _HALF = (torch.float16, torch.bfloat16)
 # Methods of quantisation whose unquantised weights stay as they are.
@@ -31,6 +32,8 @@ def prepare_model_for_kbit_training(
         gradient_checkpointing_kwargs: For ``gradient_checkpointing_enable``.
         auto_clear_cache: Whether memory that became free is handed back to the device.
     """
+    with as_value_errors():
+        check_model(model)
     options = dict(gradient_checkpointing_kwargs or {})
     by_bits = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
     method = getattr(getattr(model, "quantization_method", None), "value", getattr(model, "quantization_method", None))
@@ -55,6 +58,8 @@ def cast_mixed_precision_params(model: nn.Module, dtype: torch.dtype) -> None:
 
     All adapters, the frozen ones too: those of one structure lie in one block of memory.
     """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype={dtype!r} is none that weights can have", hint="torch.float16 or torch.bfloat16", code="dtype")
     tuner = tuner_of(model)
     adapters = adapters_of(unwrapped(model) if tuner is None else tuner.model)
     layers = [] if adapters is None else list(adapters.layers.values())

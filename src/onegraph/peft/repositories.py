@@ -36,7 +36,7 @@ def config_path(model_id: str | os.PathLike[str], *, subfolder: str | None = Non
     Raises:
         CheckpointError: ``peft-repository``.
     """
-    folder = Path(model_id) / (subfolder or "")
+    folder = _place(model_id, subfolder)
     if folder.is_dir():
         return folder / peft.CONFIG_NAME
     return _downloaded(model_id, peft.CONFIG_NAME, subfolder, options)
@@ -48,7 +48,7 @@ def adapter_folder(model_id: str | os.PathLike[str], *, subfolder: str | None = 
     Raises:
         CheckpointError: ``peft-repository``.
     """
-    folder = Path(model_id) / (subfolder or "")
+    folder = _place(model_id, subfolder)
     if folder.is_dir():
         return folder
     config = _downloaded(model_id, peft.CONFIG_NAME, subfolder, options)
@@ -57,6 +57,16 @@ def adapter_folder(model_id: str | os.PathLike[str], *, subfolder: str | None = 
     except CheckpointError:
         _downloaded(model_id, peft.PICKLED_WEIGHTS_NAME, subfolder, options)
     return config.parent
+
+
+def _place(model_id: str | os.PathLike[str], subfolder: str | None) -> Path:
+    if not isinstance(model_id, str | os.PathLike):
+        raise CheckpointError(
+            f"A {type(model_id).__name__} was given where the name of a folder or repository belongs.",
+            hint='"path/of/folder" or "owner/name"; from_pretrained takes the model first',
+            code="peft-repository",
+        )
+    return Path(model_id) / (subfolder or "")
 
 
 def _downloaded(model_id: str | os.PathLike[str], name: str, subfolder: str | None, options: Mapping[str, Any]) -> Path:

@@ -12,13 +12,13 @@ from torch import nn
 
 from onegraph.adapters import Adapted
 from onegraph.adapters.select import ALL_LINEAR, near_misses
-from onegraph.adapters.walk import Place, places, unwrapped
+from onegraph.adapters.walk import Place, check_model, places, unwrapped
 from onegraph.checkpoint.dialects.peft_methods.fields import Config
 from onegraph.checkpoint.dialects.peft_methods.form import PeftForm
 from onegraph.errors import ConfigurationError
 from onegraph.layers import AttentionLayer, Layer, LinearLayer, describe
 from onegraph.methods import BitFit, Dense, Method, WithBias
-from onegraph.peft.configs import PeftConfig
+from onegraph.peft.configs import PeftConfig, require_config
 from onegraph.peft.kinds import TaskType
 from onegraph.peft.mistakes import NoMatchingPeftModuleError, UsageError
 from onegraph.peft.target_tables import FEEDFORWARD, TARGETS
@@ -51,6 +51,8 @@ def choose(config: PeftConfig, model: nn.Module, *, only: Collection[str] | None
         ConfigurationError: A field is wrong or can't be honoured.
         UsageError: ``peft-targets`` where no targets are known; NoMatchingPeftModuleError where they match nothing.
     """
+    require_config(config)
+    check_model(model)
     fill_in(config, model)
     checked, form = config.checked(), config.form
     if refused := list(form.refuse_new(checked)):

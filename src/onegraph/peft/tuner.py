@@ -170,9 +170,10 @@ class BaseTuner(nn.Module):
 
     # Merging
 
-    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+    def merge_adapter(self, adapter_names: list[str] | str | None = None, safe_merge: bool = False) -> None:
         """Write adapters (the active one by default) into the weights, beside those that are there already."""
-        wanted = self.active_adapters if adapter_names is None else list(adapter_names)
+        named = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        wanted = self.active_adapters if named is None else list(named)
         before = self.adapters.merged
         if already := [name for name in wanted if name in before]:
             warnings.warn(f"Already merged: {', '.join(already)}. Nothing is done for them.", stacklevel=2)

@@ -74,7 +74,8 @@ def combine_as_peft(
     """
     refuse_base_name(name)
     refused = [key for key, value in (further or {}).items() if key not in _WITHOUT_EFFECT and value is not None]
-    if refused or combination_type not in _HOW or len(names) != len(weights) or not names:
+    listed = isinstance(names, list | tuple) and isinstance(weights, list | tuple) and len(names) == len(weights) > 0
+    if refused or combination_type not in _HOW or not listed:
         raise UsageError(
             f"add_weighted_adapter({names}, {weights}, combination_type={combination_type!r}"
             + "".join(f", {key}={(further or {})[key]!r}" for key in refused)
