@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaForCausalLM
 
 import onegraph as og
-from onegraph.compiling import Watch, compiled_of, eager, protections_for, regions_of
+from onegraph.compiling import Watch, compiled_of, eager, isolation, protections_for, regions_of
 from onegraph.compiling.tuning import tuned_options
 from onegraph.errors import CompileError, ConfigurationError
 
@@ -294,6 +295,40 @@ def test_watch_names_the_cause_of_a_recompile() -> None:
         model(torch.randn(3, 8))
         assert len(watch.recompiles) == 1
     assert "size mismatch" in str(watch.recompiles[0])
+
+
+class Wider(nn.Linear):
+    """One of a class of which each has another shape."""
+
+
+def widths(first: int) -> nn.Module:
+    return nn.Sequential(*(Wider(number, number + 1) for number in range(first, first + 12)))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_class_has_room_for_all_its_shapes_whatever_others_have(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if older:  # as before torch 2.13, whose torch.compile has no arguments for it
+        monkeypatch.setattr(isolation.inspect, "signature", lambda function: inspect.Signature())
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=20):
+        for first in (4, 40):
+            model = widths(first)
+            run, further = isolation.isolated(_call)
+            compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=False, **further)
+            with Watch() as watch:
+                for layer in model:
+                    assert torch.equal(compiled(layer, torch.ones(2, layer.in_features)), layer(torch.ones(2, layer.in_features)))
+            assert watch.graphs == 12
+            assert torch._dynamo.config.recompile_limit == (128 if older else 8)
+    with torch._dynamo.config.patch(recompile_limit=8):  # without: the ninth shape is over the limit
+        plain = torch.compile(_call, backend="eager", fullgraph=True, dynamic=False)
+        for layer in widths(80)[:8]:
+            plain(layer, torch.ones(2, layer.in_features))
+        with pytest.raises(Exception, match="fullgraph"):
+            plain(Wider(99, 2), torch.ones(2, 99))
+
+
+def _call(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)  # type: ignore[no-any-return]
 
 
 def test_wrapper_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from onegraph.adapters import Adapters, attach
+from onegraph.adapters import Adapters, attach, row_errors
 from onegraph.compiling import compile
 from onegraph.errors import AdapterError, OnegraphError
 from onegraph.methods import LoRA, Method
@@ -284,6 +285,12 @@ def test_wrong_rows_of_a_compiled_region_are_our_error(adapters: Adapters, regio
     assert "hint:" in str(raised.value)
     with adapters.rows(["wide", "small", None, None]):
         torch.testing.assert_close(adapters.model(IDS), right)
+
+
+def test_the_texts_that_a_graph_fails_with_are_from_no_variable_around_them() -> None:
+    inside = [code for code in row_errors._require.__code__.co_consts if isinstance(code, CodeType)]
+    assert len(inside) == 2  # torch before 2.12 can't trace another one
+    assert not any(code.co_freevars for code in inside)
 
 
 def test_moving_inside_rows(adapters: Adapters) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from onegraph.adapters.walk import check_model
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
 from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
+from onegraph.compiling.isolation import isolated
 from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.raising import with_own_errors
@@ -27,9 +27,6 @@ from onegraph.compiling.settings import CompileSettings
 from onegraph.compiling.tuning import tuned_options
 from onegraph.errors import CompileError, ConfigurationError
 
-# Distinct shapes a block class may have in one model: a Stable Diffusion UNet has about 20, some of them twice (input with and without
-# gradient). Past the limit dynamo runs eager, or fails under fullgraph.
-_COMPILATIONS_PER_CLASS = 128
 _ATTRIBUTE = "_onegraph_compiled"
 
 
@@ -206,11 +203,9 @@ def caller(
     }
     if options:
         arguments["options"] = options
-    for name, value in (("recompile_limit", _COMPILATIONS_PER_CLASS), ("isolate_recompiles", True)):
-        if name in inspect.signature(torch.compile).parameters:
-            arguments[name] = value
     called = (_run, _run_checkpointed) if hooks else (_forward, _forward_checkpointed)
-    return noting_once(torch.compile(called[gradient_checkpointing], **arguments), region.module)
+    own, further = isolated(called[gradient_checkpointing])
+    return noting_once(torch.compile(own, **arguments, **further), region.module)
 
 
 def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) -> None:
