@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from onegraph.compiling.last_run import FILE as LAST_RUN
 from onegraph.errors import CompileError, OutputError
 from onegraph.machine.compiler import find_compiler
 from onegraph.machine.target import native_target, target_of
+from onegraph.machine.torch_version import torch_version
 
 KEY = "c" + "ab" + "2" * 49
 GRAPH = f"fxgraph/ab/f{'a' * 51}/{'b' * 52}"
@@ -305,6 +307,23 @@ def test_prune_removes_what_is_of_no_use_and_clear_what_is_inductors(folder: Pat
     assert clear().files == 4
     assert tree(folder) == {"notes.txt": b"mine"}
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_wheel_whose_metadata_say_less_than_torch_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = importlib.metadata.version
+
+    def version(name: str) -> str:  # a wheel from PyPI: 2.13.0, and torch.__version__ is 2.13.0+cu130
+        return said(name).partition("+")[0] if name == "torch" else said(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert torch_version() == torch.__version__
+    fill(folder, **{GRAPH.replace("/", "__"): f"# torch version: {torch.__version__}\n.".encode()})
+    before = tree(folder)
+    assert prune().files == 0
+    assert contents().folder.stale == 0
+    assert tree(folder) == before
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert torch_version() == torch.__version__.partition("+")[0]
 
 
 def test_what_a_killed_unpacking_left_is_removed(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import shutil
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from onegraph.cache.entries import STAGING, Entry, entries
 from onegraph.doctor.cache_folder import location, written_by
+from onegraph.machine.torch_version import torch_version
 
 _DAY = 86400.0
 # An unpacking that was killed leaves its folder; one that runs is not that old.
@@ -51,10 +51,7 @@ def prune(*, older_than_days: float | None = None, folder: str | os.PathLike[str
         folder: The cache folder; the one inductor would use when None.
         dry_run: Only count.
     """
-    try:
-        installed: str | None = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        installed = None
+    installed = torch_version()
     before = time.time() - older_than_days * _DAY if older_than_days is not None else None
 
     def useless(entry: Entry) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from onegraph.cache.entries import Entry, entries
 from onegraph.compiling.last_run import FILE as LAST_RUN
 from onegraph.doctor.cache_folder import CacheFolder, cache_folder
 from onegraph.machine.target import target_of
+from onegraph.machine.torch_version import torch_version
 
 # Reading one takes a millisecond; all of a folder were mostly built by one compiler.
 _LIBRARIES_READ = 200
@@ -86,11 +86,7 @@ class Contents:
 
 def contents() -> Contents:
     """Looks at the folder that inductor would use now; nothing is made."""
-    try:
-        torch_version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch_version = None
-    folder = cache_folder(torch_version)
+    folder = cache_folder(torch_version())
     found = list(entries(Path(folder.path)))
     traced = sum(entry.is_graph and entry.name.startswith("aotautograd/") for entry in found)
     return Contents(folder=folder, traced=traced, made_for=_made_for(found), last_run=_last_run(Path(folder.path)))

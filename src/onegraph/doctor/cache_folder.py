@@ -82,7 +82,7 @@ def cache_folder(torch_version: str | None) -> CacheFolder:
     """Looks at the folder.
 
     Args:
-        torch_version: The installed torch; None when there is none, and then nothing counts as stale.
+        torch_version: The installed torch as it names itself; None when there is none, and then nothing counts as stale.
     """
     path, origin = location()
     problem = _why_not_writable(path)

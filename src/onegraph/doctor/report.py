@@ -15,6 +15,7 @@ from typing import Any
 from onegraph.doctor import backends_tried, cache_folder, machine, packages, settings_report, switches
 from onegraph.doctor.child import ask
 from onegraph.doctor.finding import BREAKS, NOTE, Finding, ordered, pip_install
+from onegraph.machine.torch_version import torch_version
 
 _ASKING_SECONDS = 240.0
 
@@ -83,7 +84,7 @@ def examine(
     flags = dict(flags or {})
     here = packages.packages()
     installed = packages.versions()
-    cache = cache_folder.cache_folder(installed.get("torch"))
+    cache = cache_folder.cache_folder(torch_version())
     build_folder = Path(cache.path) if cache.exists and cache.writable else None
     say("building a library ...")
     compiler = machine.compiler_report(build_folder)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onegraph.layers.base import ProductLayer
+from onegraph.layers.linear import by_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class EmbeddingLayer(ProductLayer):
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
         """From h (..., R), up (O, R) -> (..., O)."""
-        return functional.linear(h, up.to(h.dtype))
+        return by_rows(h, up.to(h.dtype))
 
     def per_channel(self, vector: Tensor) -> Tensor:
         """(O,) as it is."""

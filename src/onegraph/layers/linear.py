@@ -11,6 +11,17 @@ from torch.nn import functional
 from onegraph.layers.base import ProductLayer
 
 
+def by_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """X W^T as one product of matrices: torch before 2.12 can't trace one of more axes under vmap where a length is symbolic.
+
+    Shapes:
+        x (..., I), weight (O, I) -> (..., O).
+    """
+    if x.dim() < 3:
+        return functional.linear(x, weight)
+    return functional.linear(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearLayer(ProductLayer):
     """``y = x W^T + b``. Shapes: x (..., I), W (O, I), y (..., O).
@@ -38,11 +49,11 @@ class LinearLayer(ProductLayer):
 
     def project(self, x: Tensor, down: Tensor) -> Tensor:
         """From x (..., I), down (R, I) -> (..., R)."""
-        return functional.linear(x, down.to(x.dtype))
+        return by_rows(x, down.to(x.dtype))
 
     def expand(self, h: Tensor, up: Tensor) -> Tensor:
         """From h (..., R), up (O, R) -> (..., O)."""
-        return functional.linear(h, up.to(h.dtype))
+        return by_rows(h, up.to(h.dtype))
 
     def add_expanded(self, y: Tensor, h: Tensor, up: Tensor) -> Tensor:
         """One ``addmm`` instead of a product, a temporary as large as the output, and a sum."""

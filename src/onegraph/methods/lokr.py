@@ -15,6 +15,7 @@ from torch.nn import functional
 from onegraph.errors import ConfigurationError, OnegraphError
 from onegraph.layers.base import Layer
 from onegraph.layers.embedding import EmbeddingLayer
+from onegraph.layers.linear import by_rows
 from onegraph.methods.base import Method, ParameterSpec
 from onegraph.methods.dropouts import dropped_scale, used_probabilities
 from onegraph.methods.factorise import factor_pair, factor_problems, has_core, kept_outputs, with_core
@@ -328,7 +329,7 @@ def _looked_up(ids: Tensor, first: Tensor, p: Mapping[str, Tensor], layer: Embed
     outer = functional.embedding(ids // size, first.t()).to(dtype)
     inner = functional.embedding(ids % size, down.t()).to(dtype)
     if up is not None:
-        inner = functional.linear(inner, up.to(inner.dtype))
+        inner = by_rows(inner, up.to(inner.dtype))
     # Every row shares its numbers with others, the padding row too.
     change = layer.without_padding_gradient(ids, (outer.unsqueeze(-1) * inner.unsqueeze(-2)).flatten(-2))
     return change if layer.output_scale == 1.0 else change * layer.output_scale
