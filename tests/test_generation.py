@@ -52,14 +52,22 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0))
 
 
-def t5() -> nn.Module:
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+def t5(num_layers: int = 2) -> nn.Module:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": num_layers, "num_heads": 2}
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None, pad_token_id=0)
     )
 
 
-TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "t5": ["q", "v", "wo"]}
+def bart(num_layers: int = 2) -> nn.Module:
+    sizes = {"vocab_size": 64, "d_model": 16, "max_position_embeddings": 64}
+    layers = {"encoder_layers": num_layers, "decoder_layers": num_layers, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, **heads, **tokens))
+
+
+TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "t5": ["q", "v", "wo"], "bart": ["q_proj", "v_proj", "fc2"]}
 
 
 @dataclass
@@ -109,7 +117,8 @@ def subject(make: Callable[[], nn.Module]) -> Subject:
     model = make().eval()
     for parameter in model.parameters():  # of a size at which adapters and neighbours make a difference
         parameter.data = torch.randn_like(parameter) * 0.3 if parameter.dim() > 1 else parameter.data
-    targets = TARGETS.get(getattr(make, "__name__", ""), ["q_proj", "v_proj", "down_proj"])
+    name = getattr(make.func if isinstance(make, functools.partial) else make, "__name__", "")
+    targets = TARGETS.get(name, ["q_proj", "v_proj", "down_proj"])
     adapters = attach(model, LoRA(rank=4), targets=targets, name="french")
     adapters.add("legal", LoRA(rank=4))
     adapters.add("short", LoRA(rank=2))
@@ -173,9 +182,10 @@ def test_rows_are_as_alone_and_nothing_recompiles(make: Callable[[], nn.Module],
 
 
 @pytest.mark.slow
-def test_a_decoder_that_looks_at_an_encoder() -> None:
-    """T5: the first block, which has the position bias, is a kind of its own; so is the encoder's."""
-    it = subject(t5)
+@pytest.mark.parametrize("make", [t5, bart])
+def test_a_decoder_that_looks_at_an_encoder(make: Callable[[], nn.Module]) -> None:
+    """T5: the first block, which has the position bias, is a kind of its own; so is the encoder's. BART has one kind in each."""
+    it = subject(make)
     expected = it.alone()
     onegraph.compile(it.model, backend="eager")
     with Watch() as watch:
@@ -192,16 +202,19 @@ def test_a_decoder_that_looks_at_an_encoder() -> None:
         torch.testing.assert_close(it.logits(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_more_blocks_are_no_more_graphs() -> None:
+@pytest.mark.parametrize(
+    ("make", "layers", "graphs"), [(llama, (1, 4), 2), (t5, (2, 4), 6), (bart, (1, 3), 3)], ids=["llama", "t5", "bart"]
+)
+def test_more_blocks_are_no_more_graphs(make: Callable[[int], nn.Module], layers: tuple[int, int], graphs: int) -> None:
     counts = []
-    for num_layers in (1, 4):
+    for num_layers in layers:
         torch._dynamo.reset()
-        it = subject(functools.partial(llama, num_layers))
+        it = subject(functools.partial(make, num_layers))
         onegraph.compile(it.model, backend="eager")
         with Watch() as watch:
             it.generate(max_new_tokens=3)
             counts.append(watch.graphs)
-    assert counts == [2, 2]
+    assert counts == [graphs, graphs]
 
 
 def test_without_it_every_block_and_every_length_is_a_graph() -> None:
@@ -250,7 +263,7 @@ def test_another_number_of_rows_costs_one_more_of_each() -> None:
 # Rows that are repeated
 
 
-@pytest.mark.parametrize("make", [llama, t5], ids=["llama", "t5"])
+@pytest.mark.parametrize("make", [llama, t5, bart], ids=["llama", "t5", "bart"])
 @pytest.mark.parametrize(
     "options",
     [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True, "top_k": 1, "num_return_sequences": 2}],

@@ -6,9 +6,11 @@ block. Here a compiled block is handed its own layer of the cache alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,13 +81,23 @@ def _call(call: Callable[..., Any], index: int | None, any_length: bool, /, *arg
     from onegraph.compiling.layer_cache import layer_of  # stands on transformers, which is here where there is a cache
 
     own, afterwards = layer_of(cache, index)
-    if isinstance(place, int):
-        output = call(*args[:place], own, *args[place + 1 :], **kwargs)
-    else:
-        output = call(*args, **{**kwargs, place: own})
+    with _number_unread(own):
+        if isinstance(place, int):
+            output = call(*args[:place], own, *args[place + 1 :], **kwargs)
+        else:
+            output = call(*args, **{**kwargs, place: own})
     afterwards()
     # Some blocks hand the cache on among what they return.
     return tuple(cache if item is own else item for item in output) if type(output) is tuple else output
+
+
+def _number_unread(own: Any) -> AbstractContextManager[Any]:
+    """Inside, a block that takes the encoder's keys and values out of its layer by number doesn't put the number into its graph.
+
+    dynamo reads an int that is a key to find out whether it shall be a symbol; where ints never are, it leaves it unread.
+    """
+    taken = isinstance(own, sys.modules["transformers.cache_utils"].EncoderDecoderCache) and own.is_updated.get(0) is True
+    return torch._dynamo.config.patch(specialize_int=True) if taken else contextlib.nullcontext()
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
