@@ -5,6 +5,7 @@ In float64 the weights agree to 1e-9 of the largest after a few steps: only the 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,5 +158,11 @@ def test_what_is_refused_before_anything_changes(tmp_path: Path) -> None:
     assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
     assert refusal(lambda: adapters.save(tmp_path / "peft", name="norms", format="peft")).code == "weights-sharded"
     adapters.save(tmp_path / "norms.safetensors", name="norms")
+    adapters.add("words", og.LoRA(rank=2), targets=["embed_tokens"])  # PEFT writes an adapted embedding beside its adapter
+    assert refusal(lambda: adapters.save(tmp_path / "peft", name="words", format="peft")).code == "weights-sharded"
+    adapters.save(tmp_path / "peft", name="default", format="peft")
+    of_the_base = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["auto_mapping"]
+    assert of_the_base == {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+    assert "FSDP" not in repr(adapters)
     og.compile(model, backend="eager", regions="whole")
     assert refusal(lambda: model(input_ids=torch.zeros(1, 3, dtype=torch.long))).code == "compiled-whole"

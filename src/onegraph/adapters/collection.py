@@ -23,6 +23,7 @@ from onegraph.adapters.select import Targets, select
 from onegraph.adapters.sharing import share_ranks
 from onegraph.adapters.status import status
 from onegraph.adapters.values import AdapterValues
+from onegraph.adapters.walk import plain_class
 from onegraph.errors import AdapterError, ConfigurationError
 from onegraph.methods import Method
 
@@ -50,7 +51,7 @@ class Adapters(AdapterValues):
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name} (active)" if name == self._active else name for name in self.names)
-        return f"<Adapters of {type(self.model).__name__}, {len(self.layers)} layers: {names or 'none'}>"
+        return f"<Adapters of {plain_class(self.model).__name__}, {len(self.layers)} layers: {names or 'none'}>"
 
     # Which one runs
 

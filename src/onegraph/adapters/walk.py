@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -58,6 +59,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
         assert inner is not None
         model = inner
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards this module by itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class as it was written: FSDP2 puts one of its own in front of it, with another name."""
+    return type(module).__mro__[2] if is_sharded(module) else type(module)
 
 
 def places(model: nn.Module) -> list[Place]:

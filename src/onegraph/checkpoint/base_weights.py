@@ -158,6 +158,21 @@ class Whole:
     fields: dict[str, object]
 
 
+def require_whole(weights: Iterable[Tensor], peft_type: object) -> None:
+    """Weights of the base that a file holds are here, and not cut in pieces.
+
+    Raises:
+        CheckpointError: ``weights-sharded``.
+    """
+    if any(hasattr(weight, "full_tensor") for weight in weights):
+        raise CheckpointError(
+            f"A PEFT folder of the type {peft_type} holds weights of the base here, which are cut in pieces over several processes.",
+            why="One process that writes has only its part of them.",
+            hint="Save it with format='native', which holds the adapter alone; load that into a whole model to write PEFT's format.",
+            code="weights-sharded",
+        )
+
+
 def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Mapping[str, object]) -> Whole:
     """Split an adapter.
 
@@ -181,13 +196,8 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
             hint="Save it with format='native'.",
             code="adapter-unsupported",
         )
-    if (dense or biases or form.whole) and any(hasattr(parameter, "full_tensor") for parameter in adapters.model.parameters()):
-        raise CheckpointError(
-            f"A PEFT folder of the type {form.peft_type} holds weights of the base here, which are cut in pieces over several processes.",
-            why="One process that writes has only its part of them.",
-            hint="Save it with format='native', which holds the differences; load that into a whole model to write PEFT's format.",
-            code="weights-sharded",
-        )
+    if dense or biases or form.whole:
+        require_whole(adapters.model.parameters(), form.peft_type)
     state = _State(adapters, {path: _full(found, path) for path in {*dense, *biases, *(methods if form.whole else ())}})
     tensors: dict[str, Tensor] = {}
     fields: dict[str, object] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onegraph.adapters.walk import unwrapped
+from onegraph.adapters.walk import plain_class, unwrapped
 from onegraph.checkpoint.file import AdapterFile
 from onegraph.checkpoint.keys import plain_path
 
@@ -49,7 +49,7 @@ def described(model: nn.Module) -> str:
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(width, int):
         return ""
-    return f"{name_of(model) or type(unwrapped(model)).__name__} ({layers} layers, {width} wide)"
+    return f"{name_of(model) or plain_class(unwrapped(model)).__name__} ({layers} layers, {width} wide)"
 
 
 def name_of(model: nn.Module) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onegraph.adapters import Adapted, adapters_of
-from onegraph.adapters.walk import places, unwrapped
+from onegraph.adapters.walk import places, plain_class, unwrapped
 from onegraph.checkpoint.base_weights import tuned_layers
 from onegraph.checkpoint.detection import family_of_model, likely_family
 from onegraph.checkpoint.dialects import kohya
@@ -254,4 +254,4 @@ def _families(file: AdapterFile, model: nn.Module) -> str:
 
 
 def _name(model: nn.Module) -> str:
-    return type(unwrapped(model)).__name__
+    return plain_class(unwrapped(model)).__name__

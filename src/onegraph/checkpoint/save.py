@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onegraph.adapters import Adapters, adapters_of
-from onegraph.adapters.walk import unwrapped
+from onegraph.adapters.walk import plain_class, unwrapped
 from onegraph.checkpoint import hashes
 from onegraph.checkpoint.atomic import atomic_write, check_writable
 from onegraph.checkpoint.container import cast, serialise, write_bytes
@@ -212,7 +212,7 @@ def _part_of(adapters: Adapters) -> str:
         if all(path.startswith(starts) for path in file_paths(adapters.model, adapters.layers).values()):
             return part
     raise CheckpointError(
-        f"Only UNets and CLIP text encoders can be saved in this format, not {type(unwrapped(adapters.model)).__name__}.",
+        f"Only UNets and CLIP text encoders can be saved in this format, not {plain_class(unwrapped(adapters.model)).__name__}.",
         why=f"Its adapted layers are:\n{first_ten(adapters.layers)}",
         hint="Save it with format='native' or format='peft'.",
         code="adapter-unsupported",

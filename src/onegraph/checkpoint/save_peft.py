@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.adapters import Adapters
-from onegraph.adapters.walk import places, unwrapped
+from onegraph.adapters.walk import places, plain_class, unwrapped
 from onegraph.checkpoint.atomic import atomic_write_all, make_folder
-from onegraph.checkpoint.base_weights import Whole, whole_weights, without_bias
+from onegraph.checkpoint.base_weights import Whole, require_whole, whole_weights, without_bias
 from onegraph.checkpoint.container import cast, serialise, write_bytes
 from onegraph.checkpoint.contents import Contents, chosen_name, contents
 from onegraph.checkpoint.dialects import peft, peft_config
@@ -38,6 +38,7 @@ def save_peft(adapters: Adapters, folder: Path, name: str | None, dtype: torch.d
     for adapter in names:
         place = folder if name is not None or adapter == "default" else folder / adapter
         config, flat = peft_contents(adapters, adapter, fields)
+        require_whole(flat.values(), config["peft_type"])
         written[place / peft.WEIGHTS_NAME] = serialise(cast(flat, dtype, f"adapter {adapter!r}"), {"format": "pt"})
         written[place / peft.CONFIG_NAME] = peft_config.dump_config(config)
     for place in {path.parent for path in written}:
@@ -172,7 +173,8 @@ def _form_of(methods: Mapping[str, Method]) -> PeftForm:
 def _model_fields(model: nn.Module, task_type: object) -> dict[str, object]:
     """What PEFT records of the base model: the name it was loaded under, and its class where no task type says how to find it."""
     base = unwrapped(model)
-    mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    found = plain_class(base)
+    mapping = {"base_model_class": found.__name__, "parent_library": found.__module__}
     return {
         "auto_mapping": mapping if task_type is None else None,
         "base_model_name_or_path": base.__dict__.get("name_or_path") or None,

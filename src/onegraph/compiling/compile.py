@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onegraph.adapters.walk import check_model
+from onegraph.adapters.walk import check_model, plain_class
 from onegraph.compiling.generation import already_compiled, compiled_by_transformers, with_caches
 from onegraph.compiling.headers import precompile_when_built
 from onegraph.compiling.hooked import forget_forward, within_hooks
@@ -61,10 +61,10 @@ class Compiled:
 
     def __str__(self) -> str:
         if not self.settings.active:
-            return f"{type(self.model).__name__}: not compiled"
+            return f"{plain_class(self.model).__name__}: not compiled"
         counts = Counter(region.class_name for region in self.regions)
         blocks = ", ".join(f"{count} {name}" for name, count in counts.items())
-        return f"{type(self.model).__name__}: {blocks} ({self.settings.regions}, backend {self.settings.backend})"
+        return f"{plain_class(self.model).__name__}: {blocks} ({self.settings.regions}, backend {self.settings.backend})"
 
 
 def compile(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from onegraph.compiling.regions import is_sharded, plain_class
+from onegraph.adapters.walk import is_sharded, plain_class
 from onegraph.errors import CompileError
 
 Call = Callable[..., Any]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+
+from onegraph.adapters.walk import plain_class
 
 # Models whose own lists name too few or too many classes: diffusers lists only the transformer block of a UNet as repeated.
 _BLOCKS = {
@@ -49,17 +50,6 @@ def regions_of(model: nn.Module) -> list[Region]:
     names = _block_class_names(model)
     found = list(_outermost(model, names, ""))
     return found or [Region(path="", module=model)]
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shards this module by itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class as it was written: FSDP2 puts one of its own in front of it, with another name."""
-    return type(module).__mro__[2] if is_sharded(module) else type(module)
 
 
 def dynamic_shapes(region: Region, asked: bool | None) -> bool | None:

@@ -11,6 +11,7 @@ import yaml
 from torch import nn
 
 from onegraph import __version__
+from onegraph.adapters.walk import plain_class
 from onegraph.checkpoint.atomic import atomic_write
 from onegraph.checkpoint.container import write_bytes
 from onegraph.peft.configs import PeftConfig
@@ -75,7 +76,7 @@ def _parsed(text: str) -> tuple[dict[str, Any], str]:
 def _text(model: nn.Module, config: PeftConfig | None) -> str:
     if config is None:
         return "# Adapter\n"
-    base = config.base_model_name_or_path or type(model).__name__
+    base = config.base_model_name_or_path or plain_class(model).__name__
     return (
         f"# {config.form.peft_type} adapter for {base}\n\n"
         "It changes what the base model computes, and holds only its own weights.\n\n"

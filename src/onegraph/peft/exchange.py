@@ -16,6 +16,7 @@ from onegraph.adapters import Adapted, Adapters, adapters_of
 from onegraph.adapters.walk import places, unwrapped
 from onegraph.checkpoint import load
 from onegraph.checkpoint.atomic import atomic_write_all, make_folder
+from onegraph.checkpoint.base_weights import require_whole
 from onegraph.checkpoint.container import cast, read_container, serialise, write_bytes
 from onegraph.checkpoint.dialects import peft, peft_config
 from onegraph.checkpoint.file import AdapterFile
@@ -281,6 +282,7 @@ def save_adapters(
     for name in names:
         place = Path(save_directory) / (name if name != "default" else "")
         config, flat = folder_contents(model, name, embeddings, state)
+        require_whole(flat.values(), config["peft_type"])
         ready = cast(flat, None, f"adapter {name!r}")
         files[place / (peft.WEIGHTS_NAME if safe else peft.PICKLED_WEIGHTS_NAME)] = (
             serialise(ready, {"format": "pt"}) if safe else _pickled(ready)

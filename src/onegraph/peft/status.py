@@ -9,7 +9,7 @@ from torch import nn
 
 from onegraph.adapters import Adapters
 from onegraph.adapters.freezing import registered
-from onegraph.adapters.walk import places, unwrapped
+from onegraph.adapters.walk import places, plain_class, unwrapped
 from onegraph.checkpoint.base_weights import without_bias
 from onegraph.checkpoint.dialects.peft_methods.form import class_of
 from onegraph.layers import Layer
@@ -138,7 +138,7 @@ def get_model_status(model: nn.Module) -> ModelStatus:
     flags = {name: [layer.requires_grad[name] for layer in layers if name in layer.requires_grad] for name in names}
     devices = {name: sorted({kind for layer in layers for kind in layer.devices.get(name, [])}) for name in names}
     return ModelStatus(
-        base_model_type=type(adapters.model).__name__,
+        base_model_type=plain_class(adapters.model).__name__,
         adapter_model_type="None" if tuner is None else type(tuner).__name__,
         peft_types={} if tuner is None else {name: str(config.form.peft_type) for name, config in configs.items()},
         trainable_params=_numbers(whole)[0],
