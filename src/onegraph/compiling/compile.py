@@ -22,6 +22,7 @@ from onegraph.compiling.last_run import note_at_exit
 from onegraph.compiling.protections import protections_for
 from onegraph.compiling.raising import with_own_errors
 from onegraph.compiling.recomputing import noting_once
+from onegraph.compiling.recording import forget_recording, with_recording
 from onegraph.compiling.regions import Region, dynamic_shapes, regions_of
 from onegraph.compiling.settings import CompileSettings
 from onegraph.compiling.tuning import tuned_options
@@ -129,7 +130,8 @@ def compile(
                 )
                 callers[region.class_name], inside[region.class_name] = make(), functools.cache(functools.partial(make, hooks=False))
             call = within_hooks(region.module, functools.partial(callers[region.class_name], region.module), inside[region.class_name])
-            _install(region.module, with_own_errors(with_caches(region.module, call, dynamic=settings.dynamic)), compiled)
+            call = with_caches(region.module, with_recording(region.module, call), dynamic=settings.dynamic)
+            _install(region.module, with_own_errors(call), compiled)
         if already_compiled(model):
             compiled._undo.append(functools.partial(compiled_by_transformers, model))
     elif gradient_checkpointing:
@@ -215,6 +217,7 @@ def _install(module: nn.Module, caller: Callable[..., Any], compiled: Compiled) 
     def undo() -> None:
         module._compiled_call_impl = before
         forget_forward(module)
+        forget_recording(module)
 
     compiled._undo.append(undo)
 

@@ -1,4 +1,7 @@
-"""Regions that FSDP2 shards: their hooks put the weights together before a graph runs and take them apart after it."""
+"""Regions with hooks that have to run around their graph.
+
+FSDP2 puts the weights of a region together before it runs and takes them apart after it; transformers records hidden states.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from onegraph.adapters.walk import is_sharded, plain_class
+from onegraph.compiling.recording import records
 from onegraph.errors import CompileError
 
 Call = Callable[..., Any]
 
 
 def within_hooks(module: nn.Module, call: Call, inside: Callable[[], Call]) -> Call:
-    """A region's compiled call, made ready to be sharded at any time.
+    """A region's compiled call, made ready to be sharded, or to be given hooks of transformers, at any time.
 
     Args:
         module: The region.
@@ -26,7 +30,7 @@ def within_hooks(module: nn.Module, call: Call, inside: Callable[[], Call]) -> C
 
 
 def forget_forward(module: nn.Module) -> None:
-    """Take away the compiled forward that a sharded region was given."""
+    """Take away the compiled forward that a region with such hooks was given."""
     if isinstance(module.__dict__.get("forward"), _Forward):
         del module.__dict__["forward"]
 
@@ -39,7 +43,7 @@ class _Forward(functools.partial[Any]):
 
 
 def _call(module: nn.Module, call: Call, inside: Callable[[], Call], /, *args: Any, **kwargs: Any) -> Any:
-    if not is_sharded(module):
+    if not (is_sharded(module) or records(module)):
         return call(*args, **kwargs)
     if "forward" not in module.__dict__:
         _require_whole(module)
