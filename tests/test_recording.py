@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import onegraph
 from onegraph.compiling import Watch
+from onegraph.compiling.recording import _say_once
 from onegraph.methods import LoRA
 
 transformers = pytest.importorskip("transformers")
@@ -62,6 +63,18 @@ def test_what_is_recorded_is_what_eager_records(attention: str, regions: Literal
     compiled.restore()
     assert not any("onegraph" in repr(hook) for hook in hooks_of(model))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_call_that_runs_uncompiled_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _say_once.cache_clear()
+    model = llama("eager")
+    onegraph.compile(model, backend="eager")
+    run(model, output_hidden_states=True)
+    assert caplog.messages == []
+    for _ in range(2):
+        run(model, output_attentions=True)
+    said = "LlamaDecoderLayer runs uncompiled where transformers records what is inside of it (attentions)"
+    assert [message for message in caplog.messages if "uncompiled" in message] == [said]
 
 
 @pytest.mark.parametrize("regions", ["blocks", "whole"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from onegraph.adapters.walk import plain_class
+
+logger = logging.getLogger(__name__)
 
 _MODULE = "transformers.utils.output_capturing"
 _ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -53,7 +58,7 @@ class _Inside:
     """
 
     def __init__(self, region: nn.Module) -> None:
-        self._region = region
+        self.region = region
         self._seen = -1
         self._keys: frozenset[str | None] = frozenset()
 
@@ -62,7 +67,7 @@ class _Inside:
         newest = RemovableHandle.next_id
         if newest != self._seen:
             self._seen, found = newest, set()
-            for hooks, key, hook in _hooks(self._region):
+            for hooks, key, hook in _hooks(self.region):
                 if _is_recorder(hook):
                     hooks[key] = functools.partial(_quiet, hook)
                     found.add(_key(hook))
@@ -79,9 +84,15 @@ def _call(inside: _Inside, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     keys = inside.keys()
     asked = recording._active_collector.get() if keys else None  # by key, what this thread's call of the model records
     if asked and (None in keys or not keys.isdisjoint(asked)):
+        _say_once(plain_class(inside.region).__name__, ", ".join(sorted(map(str, keys & set(asked)))))
         with torch.compiler.set_stance("force_eager"):
             return call(*args, **kwargs)
     return call(*args, **kwargs)
+
+
+@functools.cache
+def _say_once(class_name: str, recorded: str) -> None:
+    logger.warning("%s runs uncompiled where transformers records what is inside of it (%s)", class_name, recorded or "by an unknown hook")
 
 
 def _call_whole(models: Sequence[nn.Module], call: Call, /, *args: Any, **kwargs: Any) -> Any:
