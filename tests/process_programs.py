@@ -129,6 +129,19 @@ def plain_loop(way: str, order: str, folder: str) -> dict[str, Any]:
         found["whole"] = not any(isinstance(parameter, DTensor) for parameter in adapters.parameters().values())
         found["sharded"] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
         found["weights"] = len(list(llama().parameters()))
+    # an adapter whose PEFT file holds weights of the base too
+    also = {"lm_head": og.Dense(), "norm": og.NormTuning()}
+    adapters.add("beside", og.LoRA(rank=2), targets=["q_proj", "embed_tokens"], also=also)
+    drawn = torch.Generator().manual_seed(9)
+    tensors = adapters.tensors("beside").items()
+    adapters.load_tensors("beside", {p: {k: v.clone().normal_(0, 0.1, generator=drawn) for k, v in own.items()} for p, own in tensors})
+    with og.gathered(model):
+        if rank == 0:
+            adapters.save(path.with_suffix(""), name="beside", format="peft")
+    if several:
+        dist.barrier()
+    found["pieces"] = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    adapters.delete("beside")
     og.load(model, path, name="loaded")
     adapters.use("loaded")
     found["loaded"] = values(adapters, "loaded")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load
 from torch import Tensor, nn
 
 import onegraph as og
@@ -59,6 +60,10 @@ def test_a_plain_loop(way: str, order: str, alone: dict[str, Any], folder: Path)
     assert first["whole"]
     assert first["sharded"] == (first["weights"] if way == "shard" else 0)
     assert first["twice"] == ("replicated-twice", "sharded-twice" if way == "shard" else "replicated-twice")
+    assert first["pieces"] == first["sharded"]  # what was put together for a file is in pieces again
+    written = (folder / way / "adapter_model.safetensors").read_bytes()
+    assert written == (folder / "nothing" / "adapter_model.safetensors").read_bytes()
+    assert {"lm_head.weight", "model.norm.weight"} <= {key.removeprefix("base_model.model.") for key in load(written)}
     if way == "shard":
         assert first["merge"] == "unmergeable"
 
@@ -156,6 +161,9 @@ def test_what_is_refused_before_anything_changes(tmp_path: Path) -> None:
     adapters.add("norms", og.NormTuning(), targets=["input_layernorm"])
     og.shard(model)
     assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+    assert refusal(lambda: adapters.save(tmp_path / "peft", name="norms", format="peft")).code == "weights-sharded"
+    with og.gathered(model):
+        adapters.save(tmp_path / "norms", name="norms", format="peft")
     assert refusal(lambda: adapters.save(tmp_path / "peft", name="norms", format="peft")).code == "weights-sharded"
     adapters.save(tmp_path / "norms.safetensors", name="norms")
     adapters.add("words", og.LoRA(rank=2), targets=["embed_tokens"])  # PEFT writes an adapted embedding beside its adapter

@@ -168,7 +168,7 @@ def require_whole(weights: Iterable[Tensor], peft_type: object) -> None:
         raise CheckpointError(
             f"A PEFT folder of the type {peft_type} holds weights of the base here, which are cut in pieces over several processes.",
             why="One process that writes has only its part of them.",
-            hint="Save it with format='native', which holds the adapter alone; load that into a whole model to write PEFT's format.",
+            hint="Save it inside onegraph.gathered(model), which every process enters, or with format='native': the adapter alone.",
             code="weights-sharded",
         )
 
@@ -196,9 +196,9 @@ def whole_weights(adapters: Adapters, found: Contents, form: PeftForm, given: Ma
             hint="Save it with format='native'.",
             code="adapter-unsupported",
         )
-    if dense or biases or form.whole:
-        require_whole(adapters.model.parameters(), form.peft_type)
-    state = _State(adapters, {path: _full(found, path) for path in {*dense, *biases, *(methods if form.whole else ())}})
+    changed = {*dense, *biases, *(methods if form.whole else ())}
+    require_whole((weight for path in changed for weight in found.modules[path].parameters()), form.peft_type)
+    state = _State(adapters, {path: _full(found, path) for path in changed})
     tensors: dict[str, Tensor] = {}
     fields: dict[str, object] = {}
     if dense:

@@ -1,16 +1,18 @@
-"""Adapters whose Parameters somebody sharded together with the model: put together to be read or written."""
+"""What is cut in pieces over processes and has to be whole in a file: adapters sharded with their model, weights that PEFT's files hold."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from onegraph.adapters import Adapted, adapters_of
+from onegraph.adapters import Adapted, Adapters, adapters_of
+from onegraph.methods import BitFit, Dense, WithBias
 
 
 @contextlib.contextmanager
@@ -18,7 +20,8 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, adapters that were sharded with their model (by ``fully_shard`` or accelerate) are whole: save them, or load into them.
 
     Every process enters and leaves it; what is done inside may be done by the first one alone: the values that it leaves there are the ones
-    that count. The model can't run inside. For a model that ``shard`` has sharded, whose adapters are whole anyway, nothing happens.
+    that count. The model can't run inside. For a model that ``shard`` has sharded, whose adapters are whole anyway, it puts those weights
+    of the base together that PEFT's files hold beside an adapter: modules that are trained whole, trained biases, adapted embeddings.
 
     Args:
         model: As ``accelerator.prepare`` returned it, or the model inside.
@@ -36,13 +39,37 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
             mine.copy_(_full(theirs))
     for layer, name, mine, _ in cut:
         layer._parameters[name] = mine
+    pieces = [] if adapters is None else list(_beside_adapters(adapters))
+    wholes = [nn.Parameter(_full(piece).detach(), requires_grad=False) for _, _, piece in pieces]
+    for (module, name, _), whole in zip(pieces, wholes, strict=True):
+        module._parameters[name] = whole
     try:
         yield model
     finally:
+        for module, name, piece in pieces:
+            module._parameters[name] = piece
         with torch.no_grad():
             for layer, name, mine, theirs in cut:
                 _write(theirs, mine)
                 layer._parameters[name] = theirs
+
+
+def _beside_adapters(adapters: Adapters) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The weights of the base that are in pieces, and that a file of PEFT may hold: module, name, Parameter."""
+    held: dict[int, nn.Module] = {}
+    biases: dict[int, nn.Module] = {}
+    for layer in adapters.layers.values():
+        kinds = tuple(layer.structures)
+        if layer.layer.kind == "embedding" or any(isinstance(kind, Dense | BitFit | WithBias) for kind in kinds):
+            held |= {id(module): module for module in layer.base_layer.modules()}
+        if any(isinstance(kind, BitFit | WithBias) for kind in kinds):  # bias="all" is every bias of the model
+            biases |= {id(module): module for module in adapters.model.modules()}
+    for key, module in {**biases, **held}.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            cut = isinstance(getattr(parameter, "data", None), DTensor)
+            if cut and not isinstance(module, Adapted) and (key in held or name == "bias"):
+                yield module, name, parameter
 
 
 def _full(parameter: Tensor) -> Tensor:
