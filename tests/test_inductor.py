@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import onegraph as og
 from onegraph.checking import Report
-from onegraph.compiling import eager, protections_for
+from onegraph.compiling import eager
 from onegraph.errors import MismatchError
 
 CHANNELS = 32
@@ -71,10 +71,7 @@ def test_protected_gradients_are_right() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.skipif(
-    "scatter-order-zero-gradients" not in {protection.name for protection in protections_for("inductor")},
-    reason="this torch has no such fault",
-)
+@pytest.mark.skipif("2.13" not in torch.__version__, reason="the fault was seen with torch 2.13; this model may not show it elsewhere")
 def test_without_the_protection_the_check_finds_zero_gradients() -> None:
     report = checked(protect=False)
     assert not report.right

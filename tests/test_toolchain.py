@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from onegraph.compiling import CompileSettings, check_toolchain
 from onegraph.errors import CompileError
@@ -36,6 +37,7 @@ def test_compiler_named_by_cxx_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         check_toolchain(INDUCTOR)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="inductor takes flags since 2.14")
 def test_cxx_with_flags_is_a_compiler_that_inductor_cannot_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -O2")
     assert find_compiler().command == ["g++", "-O2"]
