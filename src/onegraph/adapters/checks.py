@@ -98,6 +98,11 @@ def is_known(name: object, known: Collection[str]) -> bool:
     return isinstance(name, str) and name in known
 
 
+def first_of(names: Sequence[str]) -> str:
+    """The first ten names in one line, and how many more there are."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
 def unknown_adapter(name: str, known: Collection[str]) -> OnegraphError:
     """The error for a name that no adapter has."""
     close = nearest(str(name), known)
@@ -161,9 +166,8 @@ def check_tensors(
     if not problems:
         broken = [f"{path}.{key}" for path, given in tensors.items() for key, value in given.items() if not is_finite(value)]
         if broken:
-            shown = ", ".join(broken[:10]) + (f" and {len(broken) - 10} more" if len(broken) > 10 else "")
             raise NumericsError(
-                f"tensors for adapter {name!r} hold NaN or infinity: {shown}",
+                f"tensors for adapter {name!r} hold NaN or infinity: {first_of(broken)}",
                 why="Every output of those layers would be NaN. Nothing has changed.",
                 hint="the run that made them diverged; take an earlier one",
                 code="not-finite",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from onegraph.adapters.checks import check_finite, is_known, merged_error, unknown_adapter
+from onegraph.adapters.checks import check_finite, first_of, is_known, merged_error, unknown_adapter
 from onegraph.adapters.contributions import DTYPES, Contribution, adapted_base, contributions, precision_of, unreadable, unwritable
 from onegraph.errors import AdapterError, NumericsError, TargetError
 from onegraph.layers import EmbeddingLayer, Layer
@@ -206,9 +206,8 @@ def _new_parameters(adapters: Adapters, chosen: Mapping[str, float], *, safe: bo
         hint = "run the adapter beside these layers, without merging, or adapt other layers with exclude="
         raise unwritable(refused, "can't be merged", hint, "unmergeable")
     if not_finite:
-        shown = ", ".join(not_finite[:10]) + (f" and {len(not_finite) - 10} more" if len(not_finite) > 10 else "")
         raise NumericsError(
-            f"merging {', '.join(map(repr, chosen))} gives NaN or infinity in {shown}",
+            f"merging {', '.join(map(repr, chosen))} gives NaN or infinity in {first_of(not_finite)}",
             why="Either the adapter or the weight isn't finite, or the sum is too large for the weight's dtype. Nothing has changed.",
             hint="look at the adapter's tensors and weights; safe=False merges all the same",
             code="not-finite",

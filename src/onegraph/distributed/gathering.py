@@ -56,20 +56,19 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
 
 def _beside_adapters(adapters: Adapters) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """The weights of the base that are in pieces, and that a file of PEFT may hold: module, name, Parameter."""
-    held: dict[int, nn.Module] = {}
-    biases: dict[int, nn.Module] = {}
+    held: set[nn.Module] = set()
+    with_biases = False  # bias="all" is every bias of the model
     for layer in adapters.layers.values():
-        kinds = tuple(layer.structures)
-        if layer.layer.kind == "embedding" or any(isinstance(kind, Dense | BitFit | WithBias) for kind in kinds):
-            held |= {id(module): module for module in layer.base_layer.modules()}
-        if any(isinstance(kind, BitFit | WithBias) for kind in kinds):  # bias="all" is every bias of the model
-            biases |= {id(module): module for module in adapters.model.modules()}
-    for key, module in {**biases, **held}.items():
+        if layer.layer.kind == "embedding" or any(isinstance(method, Dense | BitFit | WithBias) for method in layer.structures):
+            held.update(layer.base_layer.modules())
+        with_biases |= any(isinstance(method, BitFit | WithBias) for method in layer.structures)
+    for module in adapters.model.modules():
+        if isinstance(module, Adapted):
+            continue
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
-            cut = isinstance(getattr(parameter, "data", None), DTensor)
-            if cut and not isinstance(module, Adapted) and (key in held or name == "bias"):
-                yield module, name, parameter
+            if isinstance(parameter, DTensor) and (module in held or (with_biases and name == "bias")):
+                yield module, name, parameter  # type: ignore[misc]
 
 
 def _full(parameter: Tensor) -> Tensor:
