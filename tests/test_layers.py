@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -257,3 +259,24 @@ def test_scaled_embedding() -> None:
     torch.testing.assert_close(
         functional_call(module, {"weight": table}, ids), layer.add_expanded(module(ids), layer.project(ids, down), up)
     )
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 1, 3, 8)])
+def test_products_are_of_two_axes(shape: tuple[int, ...]) -> None:
+    """With more, torch before 2.12 can't trace rows of batches whose length is symbolic."""
+
+    class Axes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is nn.functional.linear:
+                axes.append(args[0].dim())
+            return func(*args, **(kwargs or {}))
+
+    axes: list[int] = []
+    layer = describe(nn.Linear(8, 5))
+    assert isinstance(layer, LinearLayer)
+    x, down, up = torch.randn(shape), torch.randn(4, 8), torch.randn(5, 4)
+    with Axes():
+        h = layer.project(x, down)
+        y = layer.expand(h, up)
+    torch.testing.assert_close(y, x @ down.t() @ up.t())
+    assert axes == [min(len(shape), 2)] * 2
